@@ -1,0 +1,58 @@
+"""One JSON object a line on stdout, and the same in ``runs/<run>/<service>.log``.
+
+Events carry names and numbers. Prompt text, token ids and secrets are never logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+_RESERVED = set(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_SECRET_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "OPENENV_CAPTURE_ADMIN_KEY")
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+        self._secrets = [value for name in _SECRET_VARIABLES if len(value := os.environ.get(name, "")) >= 8]
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "event": record.getMessage(),
+            **{key: value for key, value in vars(record).items() if key not in _RESERVED},
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        text = json.dumps(line, default=str)
+        for secret in self._secrets:
+            text = text.replace(secret, "[secret]")
+        return text
+
+
+def setup(service: str, log_dir: Path | None = None, level: int = logging.INFO) -> logging.Logger:
+    """Send the root logger through the JSON formatter; return the service's own logger.
+
+    Args: log_dir: the run directory; None logs to stdout only.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_dir / f"{service}.log"))
+    root = logging.getLogger()
+    root.handlers.clear()
+    for handler in handlers:
+        handler.setFormatter(_JsonFormatter(service))
+        root.addHandler(handler)
+    root.setLevel(level)
+    for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    return logging.getLogger(service)

@@ -1,0 +1,351 @@
+"""The recipe: one TOML file, one frozen model, every number of a run.
+
+Unknown keys are refused and defaults live on the model only. A number on which two services must agree
+stands once (the output cap, the sampling, the adapter's shape), so that it cannot differ between them.
+Environment variables carry only what differs between machines: ``RECIPE``, ``RUNS_DIR``, peer URLs, secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.common.errors import RecipeError
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
+    """Folder below RUNS_DIR and label of every container of the run."""
+    seed: int = 0
+    """Seeds the trainer, the adapter's initialisation and the order of tasks."""
+
+
+class Model(Section):
+    id: str
+    """Hub repository, ``owner/name``, or the name of a folder below data/models."""
+    revision: Annotated[str, Field(pattern=r"^([0-9a-f]{40}|sha256:[0-9a-f]{64})$")] | None = None
+    """Full commit, or ``sha256:`` and the hash of a local model's weights. None is refused at start for a Hub
+    model: a branch name would let the weights drift."""
+    source: Literal["hub", "local"] = "hub"
+    """``local``: the folder data/models/<id>, shipped with the project."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_model_len: Positive
+    """Context of the policy server, prompt plus completion, in tokens."""
+
+
+class Lora(Section):
+    r: Positive = 32
+    alpha: Positive = 64
+    dropout: Literal[0] = 0
+    """Anything else would make the trained forward differ from the sampled one."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
+
+
+class Sampling(Section):
+    """Full-vocabulary sampling only: truncation or a penalty breaks the agreement of log-probabilities."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_completion_tokens: Positive
+    """Output cap of one model call, the same in training and evaluation."""
+
+    @model_validator(mode="after")
+    def _full_vocabulary(self) -> Sampling:
+        full = {
+            "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        }  # fmt: skip
+        for key, allowed in full.items():
+            if (found := getattr(self, key)) != allowed:
+                raise ValueError(
+                    f"sampling.{key} is {found}; only {allowed} is allowed: truncated, scaled or penalised sampling "
+                    "makes the captured log-probabilities disagree with the trained ones"
+                )
+        return self
+
+
+class Tasks(Section):
+    train: str
+    """Task suite, a folder below data/tasks: one Harbor task per sub-folder."""
+    heldout: str
+    """Suite of the evaluation; must not share a task with ``train``."""
+    max_train: Positive | None = None
+    """Use only the first N training tasks, in the pinned order."""
+
+
+class Rollout(Section):
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Rollouts a prompt: the group size G."""
+    max_inflight: Positive = 16
+    """Rollouts at a time; the env server's concurrency follows it."""
+    max_tool_calling_iterations: Positive = 32
+    """Model calls a rollout; also the scale of the tool-efficiency bonus."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """Optimizer steps between sampling and training after which a sample is dropped."""
+    agent_timeout_s: Seconds = 900.0
+    setup_timeout_s: Seconds = 360.0
+    verifier_timeout_s: Seconds = 180.0
+    outer_timeout_s: Seconds = 1800.0
+    """The whole call, environment start to teardown; must exceed the three above together."""
+    max_unscorable_share: Share = 0.5
+    """Above this share of unscorable rollouts in ``unscorable_window`` the run stops."""
+    unscorable_window: Positive = 64
+
+    @model_validator(mode="after")
+    def _outer_exceeds_inner(self) -> Rollout:
+        inner = self.agent_timeout_s + self.setup_timeout_s + self.verifier_timeout_s
+        if self.outer_timeout_s <= inner:
+            raise ValueError(
+                f"rollout.outer_timeout_s is {self.outer_timeout_s}; it must exceed agent + setup + verifier = {inner}"
+            )
+        if self.max_inflight < self.num_generations:
+            raise ValueError(
+                f"rollout.max_inflight is {self.max_inflight} and num_generations {self.num_generations}; "
+                "max_inflight must be at least num_generations, or a group runs in halves"
+            )
+        return self
+
+
+class Reward(Section):
+    tool_efficiency_bonus: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    """Correct answers earn ``bonus * max(0, (N - tool_calls) / N)``, N = rollout.max_tool_calling_iterations."""
+
+
+class Env(Section):
+    backend: Literal["docker", "hf-sandbox", "daytona", "e2b", "modal"] = "docker"
+    sandbox_image: str = "local/opencode-rl-sandbox:cpu"
+    """Task base image with the agent baked in."""
+    opencode_version: str = "1.18.33"
+    """Checked in every sandbox against the baked binary."""
+    sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0
+    sandbox_memory_mb: Positive = 4096
+    sandbox_pids: Positive = 512
+    max_message_size_mb: Positive = 512
+    """Of one rollout result: it grows with the square of the turns."""
+
+
+class Policy(Section):
+    served_model_name: str = "policy"
+    """Fixed for the whole run; merged weights are served under it."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.90
+    max_num_seqs: Positive = 64
+    cpu_kvcache_gb: Positive = 1
+    omp_threads: Positive = 2
+    """Threads of the CPU build; ignored on a GPU."""
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: Positive | None = None
+
+
+class WeightSync(Section):
+    mode: Literal["factors", "full"] = "factors"
+    """``factors``: only LoRA A and B, merged where they are served. ``full``: TRL's own merged stream."""
+    transport: Literal["gloo", "nccl"] = "nccl"
+    port: Annotated[int, Field(ge=1024, le=65535)] = 29511
+    init_timeout_s: Seconds = 120.0
+    pause_timeout_s: Seconds = 60.0
+    transfer_timeout_s: Seconds = 60.0
+    canary_every: Positive = 10
+    """Every N syncs a fixed prompt is scored on both sides."""
+    canary_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.1
+
+
+class Trainer(Section):
+    max_steps: Positive = 1000
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    groups_per_step: Positive = 1
+    """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
+    samples_per_row: Positive = 1
+    """Samples packed into one forward row; peak memory grows with samples_per_row * max_model_len."""
+    save_steps: Positive = 100
+    keep_checkpoints: Positive = 4
+    """Newest kept beside the best one."""
+    gradient_checkpointing: bool = True
+    attn_implementation: Literal["kernels-community/flash-attn3", "sdpa"] = "kernels-community/flash-attn3"
+    omp_threads: Positive = 2
+    ratio_bounds: tuple[float, float] = (0.98, 1.02)
+    """Allowed mean importance ratio at staleness 0; outside it is an alarm."""
+    ratio_patience: Positive = 5
+    """Steps in a row outside the bounds after which the run stops."""
+    packing_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.05
+    """Start-up check: largest difference of a packed sample from the same sample alone."""
+    report_to: Literal["none", "trackio", "wandb"] = "none"
+
+
+class Evaluator(Section):
+    watch_tasks: Positive = 100
+    """Fixed subset for each checkpoint, the first N of the held-out suite."""
+    final_tasks: Positive = 250
+    attempts: Positive = 1
+    max_inflight: Positive = 8
+    infrastructure_retries: Annotated[int, Field(ge=0)] = 2
+    """A cell that failed for another reason than the agent's answer is run again, never scored 0."""
+    collapse_drop: Share = 0.1
+    """Fall of pass@1 below its best that, with p < 0.05, raises the collapse alarm."""
+    collapse_stops: bool = False
+
+
+class Watchdog(Section):
+    poll_s: Seconds = 10.0
+    stall_s: Seconds = 1800.0
+    """Without an optimizer step for this long, in the rollout and training phases, the run is stopped."""
+    start_limit_s: Seconds = 3600.0
+    """For starting, compiling and the first sync."""
+    save_limit_s: Seconds = 1800.0
+    """For saving and pushing."""
+    eval_limit_s: Seconds = 7200.0
+    heartbeat_s: Seconds = 180.0
+    """A process that has not renewed its heartbeat for this long is dead or frozen."""
+    grace_s: Seconds = 60.0
+    """Between the request to stop and the kill."""
+    max_resumes: Annotated[int, Field(ge=0)] = 3
+
+
+class Costs(Section):
+    trainer_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    sandbox_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    ceiling_usd: Annotated[float, Field(gt=0)] | None = None
+
+
+class HfJob(Section):
+    flavor: str = "h200x2"
+    timeout: Annotated[str, Field(pattern=r"^\d+[smhd]$")] = "72h"
+    eval_flavor: str = "h200"
+
+
+class Recipe(Section):
+    run: Run
+    model: Model
+    lora: Lora = Lora()
+    sampling: Sampling
+    tasks: Tasks
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    env: Env = Env()
+    policy: Policy = Policy()
+    weight_sync: WeightSync = WeightSync()
+    trainer: Trainer = Trainer()
+    evaluator: Evaluator = Evaluator()
+    watchdog: Watchdog = Watchdog()
+    costs: Costs = Costs()
+    hf_job: HfJob = HfJob()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Recipe:
+        if self.sampling.max_completion_tokens >= self.model.max_model_len:
+            raise ValueError(
+                f"sampling.max_completion_tokens is {self.sampling.max_completion_tokens} and model.max_model_len "
+                f"{self.model.max_model_len}; the context must exceed the output cap"
+            )
+        samples_per_step = self.trainer.groups_per_step * self.rollout.num_generations
+        if samples_per_step % self.trainer.samples_per_row:
+            raise ValueError(
+                f"trainer.samples_per_row is {self.trainer.samples_per_row} and a step has "
+                f"groups_per_step * num_generations = {samples_per_step} samples; the rows must divide it"
+            )
+        if self.tasks.train == self.tasks.heldout:
+            raise ValueError(f"tasks.train and tasks.heldout are both {self.tasks.train!r}; they must differ")
+        if self.evaluator.watch_tasks > self.evaluator.final_tasks:
+            raise ValueError(
+                f"evaluator.watch_tasks is {self.evaluator.watch_tasks} and final_tasks {self.evaluator.final_tasks}; "
+                "the watched subset is taken from the final one"
+            )
+        return self
+
+    @property
+    def lora_scale(self) -> float:
+        return self.lora.alpha / self.lora.r
+
+    def model_location(self) -> str:
+        """What transformers and vLLM load: the folder of a local model, or the Hub id (read from HF_HOME)."""
+        if self.model.source == "local":
+            return str(Path(os.environ.get("MODELS_DIR", "data/models")) / self.model.id)
+        return self.model.id
+
+    def sha256(self) -> str:
+        """Hash of the resolved values, equal for two files that mean the same run."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Parse and validate the recipe at ``path``.
+
+    Args: overrides: dotted key -> value, set over the file (``{"trainer.max_steps": 20}``).
+    Raises: RecipeError: one message that names every wrong key with what was found and what is allowed.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"recipe {path} does not exist; set RECIPE to a file in data/recipes/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"recipe {path} is refused:\n" + "\n".join(_messages(error))) from None
+
+
+def from_environment() -> Recipe:
+    """The recipe that ``RECIPE`` names, with ``RUN_NAME`` and ``MAX_STEPS`` set over it when present."""
+    path = os.environ.get("RECIPE", "")
+    if not path:
+        raise RecipeError("RECIPE is not set; it must name a recipe file, such as data/recipes/smoke.toml")
+    overrides: dict[str, Any] = {}
+    if name := os.environ.get("RUN_NAME"):
+        overrides["run.name"] = name
+    if steps := os.environ.get("MAX_STEPS"):
+        if not steps.isdigit():
+            raise RecipeError(f"MAX_STEPS is {steps!r}; it must be a positive whole number")
+        overrides["trainer.max_steps"] = int(steps)
+    return load(Path(path), overrides)
+
+
+def _messages(error: ValidationError) -> list[str]:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "recipe"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"  {key}: unknown key; allowed in this section: {', '.join(_allowed(item['loc']))}")
+        elif item["type"] == "value_error":
+            lines.append(f"  {item['ctx']['error']}")
+        elif item["type"] == "missing":
+            lines.append(f"  {key}: missing; it has no default")
+        else:
+            lines.append(f"  {key}: found {item['input']!r}; {item['msg']}")
+    return lines
+
+
+def _allowed(location: tuple[int | str, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in location[:-1]:
+        model = model.model_fields[str(part)].annotation
+    return sorted(model.model_fields)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

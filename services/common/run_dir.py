@@ -1,0 +1,167 @@
+"""``runs/<run>/``: every durable thing of a run, and how it is written so that a crash leaves no half file.
+
+A file is published by writing aside, fsync and rename; a directory by a ``READY`` marker written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import RecipeError
+
+READY = "READY"
+APP_UID = 10001
+"""User of every service but env, in all images."""
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Publish ``text`` at ``path`` so that a reader sees the old or the new file, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(aside, 0o644)  # mkstemp makes 0600; services of other users read the run directory
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Publish ``value`` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The parsed file, or None when it is not there (yet)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line with a single write, so that writers in several processes never mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = (json.dumps(value, sort_keys=True, default=str) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete JSON lines; a last line cut by a crash is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. ``path`` is the same inside every container and on the host."""
+
+    path: Path
+
+    @classmethod
+    def from_environment(cls, run_name: str) -> RunDir:
+        """``$RUNS_DIR/<run_name>``. Raises: RecipeError: RUNS_DIR is unset or not absolute."""
+        root = os.environ.get("RUNS_DIR", "")
+        if not root.startswith("/"):
+            raise RecipeError(f"RUNS_DIR is {root!r}; it must be an absolute path that every service mounts alike")
+        return cls(Path(root) / run_name)
+
+    def prepare(self) -> None:
+        """Make the folders that several services write to, owned by the services' user; env, as root, does it."""
+        for folder in (self.path, self.heartbeats, self.checkpoints, self.rollouts, self.eval, self.incidents):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.geteuid() == 0:
+                os.chown(folder, APP_UID, APP_UID)
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def trials(self) -> Path:
+        return self.path / "trials"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "sandboxes.jsonl"
+
+    @property
+    def eval(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def incidents(self) -> Path:
+        return self.path / "incidents"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def stop_request(self) -> Path:
+        """The watchdog writes it (``reason``, ``at``); the trainer's supervisor obeys it."""
+        return self.path / "stop.json"
+
+    @property
+    def result(self) -> Path:
+        """How training ended (``exit_code``, ``reason``, ``step``): written last by the trainer."""
+        return self.path / "result.json"
+
+    def complete_checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints whose READY marker is there, oldest step first."""
+        return list(iter_checkpoints(self.checkpoints))
+
+
+def iter_checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """Complete ``checkpoint-N`` folders below ``folder``, in order of N."""
+    found = [
+        Checkpoint(int(match[1]), entry)
+        for entry in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _CHECKPOINT.match(entry.name)) and (entry / READY).exists()
+    ]
+    yield from sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def utc_now() -> str:
+    """Seconds precision, ISO 8601, UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
