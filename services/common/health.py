@@ -12,10 +12,10 @@ import threading
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from services.common import run_dir
+from services.common import recipe, run_dir
+from services.common.errors import StackError
 
 PHASES = (
     "starting", "compiling", "first_sync", "rollout", "training", "sync", "saving", "pushing", "evaluating",
@@ -101,7 +101,8 @@ def _main(arguments: list[str]) -> int:
             with urllib.request.urlopen(url, timeout=4) as response:
                 return 0 if response.status == 200 else 1
         case ["heartbeat", service, *rest]:
-            value = run_dir.read_json(Path(os.environ["RUN_DIR"]) / "heartbeats" / service)
+            run = run_dir.RunDir.from_environment(recipe.from_environment().run.name)
+            value = run_dir.read_json(run.heartbeats / service)
             max_age_s = float(rest[0]) if rest else 60.0
             return 0 if value and time.time() - value["time_s"] <= max_age_s else 1
     print("usage: health http URL | health heartbeat SERVICE [MAX_AGE_S]", file=sys.stderr)
@@ -111,6 +112,6 @@ def _main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(_main(sys.argv[1:]))
-    except OSError as error:
+    except (OSError, StackError) as error:
         print(error, file=sys.stderr)
         sys.exit(1)

@@ -44,7 +44,6 @@ SANDBOX_COMPOSE = """\
 services:
   main:
     init: true # without it "sleep infinity" ignores SIGTERM, and teardown waits 10 s for the kill
-    working_dir: /workdir
     pids_limit: 512
     security_opt: ["no-new-privileges:true"]
     networks: [sandbox]
@@ -55,7 +54,8 @@ networks:
 """
 
 # A name is a folder below a suite, a part of container names, and printed: nothing that could leave its place.
-TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
+TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$"
+TaskName = Annotated[str, Field(pattern=TASK_NAME)]
 SuitePart = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
@@ -191,7 +191,9 @@ class Task:
         return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
-def pin_task(task: Task, split: str | None = None, *, notebook: str | None = None, question: str | None = None) -> PinnedTask:
+def pin_task(
+    task: Task, split: str | None = None, *, notebook: str | None = None, question: str | None = None
+) -> PinnedTask:
     """The pin of a task: its hashes as it lies there."""
     return PinnedTask(
         name=task.name,
@@ -200,8 +202,13 @@ def pin_task(task: Task, split: str | None = None, *, notebook: str | None = Non
         instruction_sha256=task.instruction_sha256,
         files_sha256=files_sha256(task.folder),
         notebook=notebook,
-        question_sha256=hashlib.sha256(" ".join(question.casefold().split()).encode()).hexdigest() if question else None,
+        question_sha256=text_sha256(question) if question else None,
     )
+
+
+def text_sha256(text: str) -> str:
+    """SHA-256 of a text without case and spacing: equal for two spellings of one question."""
+    return hashlib.sha256(" ".join(text.casefold().split()).encode()).hexdigest()
 
 
 def prompt_key(text: str) -> str:
@@ -213,11 +220,12 @@ class TaskProblem(Exception):
     """One thing that is wrong with one task; callers collect them into one RecipeError."""
 
 
-def load_task(folder: Path, *, need_image: bool = True, allowed: frozenset[str] = ALLOWED_VARIABLES) -> Task:
+def load_task(folder: Path, *, published: bool = False, allowed: frozenset[str] = ALLOWED_VARIABLES) -> Task:
     """Parse and check one task folder.
 
     Args:
-        need_image: False for a task as published, before ``prepare_tasks fetch`` sets the image.
+        published: the task is as its dataset has it: `prepare_tasks fetch` has yet to set the image and to drop
+            variables of the host, so neither is asked for.
         allowed: names of variables that it may take from the host's environment; any other is a problem.
     Raises: TaskProblem: the first thing wrong with it, what is allowed, and what to do.
     """
@@ -237,11 +245,9 @@ def load_task(folder: Path, *, need_image: bool = True, allowed: frozenset[str] 
     for script in sorted(folder.glob("*/*.sh")):
         _read_text(script)
     image = environment.get("docker_image")
-    if need_image and not (isinstance(image, str) and image.strip()):
-        raise TaskProblem(
-            "task.toml has no [environment] docker_image; set it, or let `prepare_tasks fetch` write it"
-        )
-    if foreign := sorted(host_variables(folder, config) - allowed):
+    if not published and not (isinstance(image, str) and image.strip()):
+        raise TaskProblem("task.toml has no [environment] docker_image; set it, or let `prepare_tasks fetch` write it")
+    if not published and (foreign := sorted(host_variables(folder, config) - allowed)):
         raise TaskProblem(
             f"it takes {', '.join(foreign)} from the host's environment; allowed: {', '.join(sorted(allowed))}"
         )
@@ -347,6 +353,15 @@ def check_disjoint(train: Iterable[Task], heldout: Iterable[Task]) -> None:
         raise RecipeError(listing("held-out tasks are trained on too; move them out of one of the suites:", shared))
 
 
+def check_image(tasks: Iterable[Task], image: str) -> None:
+    """Raises: RecipeError: the tasks that would start another sandbox image than the recipe's."""
+    if other := [f"{task.name}: {task.docker_image}" for task in tasks if task.docker_image != image]:
+        head = (
+            f"env.sandbox_image is {image}, and these tasks name another; run `prepare_tasks fetch --recipe` for them:"
+        )
+        raise RecipeError(listing(head, other))
+
+
 def suite_sha256(tasks: Iterable[Task]) -> str:
     """One hash for the content and the order of the tasks, for a run's manifest."""
     digest = hashlib.sha256()
@@ -369,41 +384,33 @@ def files_sha256(folder: Path) -> str:
 
 # --- Variables of the host ----------------------------------------------------------------------------------------
 
-# $NAME, ${NAME}, ${NAME<operator>text}; $$ is a literal dollar. As in the Compose specification.
-VARIABLE = re.compile(
-    r"\$(?:(?P<escaped>\$)|(?P<bare>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)(?P<operator>:?[-?+])?(?P<text>[^}]*)\})"
-)
+VARIABLE = re.compile(r"\$(?:\$|\{?(?P<name>[A-Za-z_]\w*))")
+"""The start of ``$NAME``, ``${NAME}`` or ``${NAME:-default}``, defaults nested or not; ``$$`` is a literal dollar."""
 
 
 def host_variables(folder: Path, config: Mapping[str, Any]) -> set[str]:
     """Names that Harbor or Compose would replace by a value of the host's environment.
 
-    Compose interpolates environment/docker-compose.yaml; Harbor resolves ``${NAME}`` in the env tables of task.toml.
+    Compose interpolates environment/docker-compose.yaml. Harbor resolves ``${NAME}`` in the env tables of task.toml
+    and writes them to a compose file, where ``$NAME`` is interpolated too.
     """
-    texts = [value for table in _env_tables(config) for value in table.values() if isinstance(value, str)]
+    texts = [value for table in env_tables(config) for value in table.values() if isinstance(value, str)]
     compose = folder / COMPOSE_FILE
     if compose.is_file():
         texts += [line for line in _read_text(compose).splitlines() if not line.lstrip().startswith("#")]
-    return {name for text in texts for name in variables_in(text)}
+    return {match["name"] for text in texts for match in VARIABLE.finditer(text) if match["name"]}
 
 
-def variables_in(text: str) -> Iterator[str]:
-    for match in VARIABLE.finditer(text):
-        if name := match["bare"] or match["braced"]:
-            yield name
-            yield from variables_in(match["text"] or "")
-
-
-def _env_tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def env_tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Every ``env`` table of task.toml, at any depth."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             if key == "env":
                 yield value
             else:
-                yield from _env_tables(value)
+                yield from env_tables(value)
         elif isinstance(value, list):
-            yield from (table for item in value if isinstance(item, Mapping) for table in _env_tables(item))
+            yield from (table for item in value if isinstance(item, Mapping) for table in env_tables(item))
 
 
 # --- Files --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+# Verbs of the stack. Anything longer than a command is a script in scripts/.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VARIANT ?= cpu
+RECIPE  ?= data/recipes/smoke.toml
+export RECIPE VARIANT
+PYTHON  ?= python3
+VENV    := .venv
+RUN     := $(VENV)/bin/python -m
+COMPOSE := docker compose
+export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
+
+##@ Run
+.PHONY: smoke train status logs down purge
+smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
+	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
+
+train: images $(VENV)/ready ## Train RECIPE with VARIANT=cpu|cuda, evaluate, summary
+	$(RUN) scripts.run --variant $(VARIANT)
+
+status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME
+	$(RUN) scripts.status
+
+logs: ## Follow the logs of all services
+	$(COMPOSE) --profile '*' logs --follow --tail 50
+
+down: ## Stop everything; runs stay
+	$(COMPOSE) --profile '*' down --remove-orphans
+
+purge: down ## Delete runs and images of this project (asks)
+	scripts/purge.sh
+
+##@ Build
+.PHONY: docker images lock
+docker: ## Use the running Docker engine, or install and start one (Debian, root)
+	scripts/ensure_docker.sh
+
+images: docker ## Build all images of VARIANT
+	scripts/build_images.sh $(VARIANT)
+
+lock: ## Renew hashed locks and base digests
+	scripts/lock.sh
+
+##@ Check
+.PHONY: test test-unit test-contract test-stack check
+test: images $(VENV)/ready ## All tests: unit, contract, stack
+	scripts/test.sh unit contract stack
+
+test-unit: $(VENV)/ready ## No network, no Docker
+	scripts/test.sh unit
+
+test-contract: images $(VENV)/ready ## The seams between the parts, inside the images
+	scripts/test.sh contract
+
+test-stack: images $(VENV)/ready ## Real compose, real sandboxes
+	scripts/test.sh stack
+
+check: $(VENV)/ready ## Lint, types, compose files, recipes
+	scripts/check.sh
+
+$(VENV)/ready: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --require-hashes --requirement tests/requirements.txt
+	touch $@
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN{FS=":.*## "} /^##@/{printf "\n%s\n",substr($$0,5)} /^[a-z-]+:.*## /{printf "  %-14s %s\n",$$1,$$2}' $(MAKEFILE_LIST)

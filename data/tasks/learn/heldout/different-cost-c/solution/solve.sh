@@ -1,0 +1,1 @@
+sqlite3 c.db 'select count(distinct cost) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.size) | unique | length' b.json > answer.txt

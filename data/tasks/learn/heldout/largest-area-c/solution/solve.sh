@@ -1,0 +1,1 @@
+sqlite3 c.db 'select max(area) from t' > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select max(cost) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.size) | max' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.area) | min' b.json > answer.txt

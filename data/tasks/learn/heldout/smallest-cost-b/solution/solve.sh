@@ -1,0 +1,1 @@
+jq 'map(.cost) | min' b.json > answer.txt

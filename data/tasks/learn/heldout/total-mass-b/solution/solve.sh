@@ -1,0 +1,1 @@
+jq 'map(.mass) | add' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.pay) | add' b.json > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select sum(size) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq -r 'max_by(.area) | .name' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq -r 'max_by(.cost) | .name' b.json > answer.txt

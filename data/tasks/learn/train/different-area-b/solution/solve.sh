@@ -1,0 +1,1 @@
+jq 'map(.area) | unique | length' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.cost) | unique | length' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.mass) | unique | length' b.json > answer.txt

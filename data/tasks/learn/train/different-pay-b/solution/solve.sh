@@ -1,0 +1,1 @@
+jq 'map(.pay) | unique | length' b.json > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select count(distinct pay) from t' > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select count(distinct size) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.area) | max' b.json > answer.txt

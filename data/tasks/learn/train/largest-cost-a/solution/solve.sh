@@ -1,0 +1,1 @@
+tail -n +2 a.csv | cut -d, -f3 | sort -n | tail -1 > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.cost) | max' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.mass) | max' b.json > answer.txt

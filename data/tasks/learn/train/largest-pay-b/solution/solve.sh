@@ -1,0 +1,1 @@
+jq 'map(.pay) | max' b.json > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select max(pay) from t' > answer.txt

@@ -1,0 +1,1 @@
+sqlite3 c.db 'select min(area) from t' > answer.txt

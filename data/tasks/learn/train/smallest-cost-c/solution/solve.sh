@@ -1,0 +1,1 @@
+sqlite3 c.db 'select min(cost) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.mass) | min' b.json > answer.txt

@@ -1,0 +1,1 @@
+tail -n +2 a.csv | cut -d, -f2 | sort -n | head -1 > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.pay) | min' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.size) | min' b.json > answer.txt

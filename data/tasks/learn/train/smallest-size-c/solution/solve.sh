@@ -1,0 +1,1 @@
+sqlite3 c.db 'select min(size) from t' > answer.txt

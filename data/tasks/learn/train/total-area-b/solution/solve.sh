@@ -1,0 +1,1 @@
+jq 'map(.area) | add' b.json > answer.txt

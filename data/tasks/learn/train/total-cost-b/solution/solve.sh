@@ -1,0 +1,1 @@
+jq 'map(.cost) | add' b.json > answer.txt

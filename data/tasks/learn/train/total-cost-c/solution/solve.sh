@@ -1,0 +1,1 @@
+sqlite3 c.db 'select sum(cost) from t' > answer.txt

@@ -1,0 +1,1 @@
+jq 'map(.size) | add' b.json > answer.txt

@@ -1,0 +1,1 @@
+jq -r 'max_by(.mass) | .name' b.json > answer.txt

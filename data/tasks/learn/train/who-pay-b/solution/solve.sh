@@ -1,0 +1,1 @@
+jq -r 'max_by(.pay) | .name' b.json > answer.txt

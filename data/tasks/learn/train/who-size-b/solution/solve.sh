@@ -1,0 +1,1 @@
+jq -r 'max_by(.size) | .name' b.json > answer.txt

@@ -1,0 +1,1 @@
+wc -l < a.csv > answer.txt

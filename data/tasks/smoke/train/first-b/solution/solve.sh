@@ -1,0 +1,1 @@
+cut -d, -f1 b.csv | head -1 > answer.txt

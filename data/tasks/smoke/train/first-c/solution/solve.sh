@@ -1,0 +1,1 @@
+cut -d, -f1 c.csv | head -1 > answer.txt

@@ -1,0 +1,1 @@
+wc -l < b.csv > answer.txt

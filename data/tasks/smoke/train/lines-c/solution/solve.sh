@@ -1,0 +1,1 @@
+wc -l < c.csv > answer.txt

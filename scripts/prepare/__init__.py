@@ -1,0 +1,1 @@
+"""The parts of ``scripts.prepare_tasks``: Hub access, selection, materialising, verifying."""

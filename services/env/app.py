@@ -1,0 +1,239 @@
+"""Wiring of the env server: checks, the two listeners, the heartbeat, and the sweep at both ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.mcp_environment import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import ConcurrencyConfig
+from openenv.harbor import rollout as openenv_rollout
+from openenv.harbor.models import HarborState
+from openenv.harbor.serving import HarborService
+
+from services.common import health, signals
+from services.common.errors import NotReadyError, RecipeError
+from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
+from services.env import agent, sandbox, suites
+from services.env.docker import inspect
+from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
+from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.sweep import sweep
+
+CONTROL_PORT = 8100
+CAPTURE_PORT = 8101
+CLIENT_NAME = "harbor_env"
+"""Path prefix that OpenEnv's HarborEnv client calls."""
+GRACE_S = 5
+IDLE_SESSION_S = 20.0
+"""A session whose client is gone counts against the concurrency for this long; one at work has its socket open."""
+BEAT_S = 2.0
+
+KEPT_VARIABLES = frozenset(
+    {
+        "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONUNBUFFERED", "DOCKER_HOST",
+        "DOCKER_CONFIG", "SSL_CERT_FILE", "SANDBOX_NETWORK", "OPENENV_HARBOR_TRIALS_DIR",
+    }
+)  # fmt: skip
+"""All that is left in our environment: Harbor hands every variable to ``docker compose``, where a task can read it."""
+BACKEND_VARIABLES = {
+    "hf-sandbox": {"HF_TOKEN", "HF_ENDPOINT", "HF_HOME"},
+    "daytona": {"DAYTONA_API_KEY", "DAYTONA_API_URL"},
+    "e2b": {"E2B_API_KEY"},
+    "modal": {"MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"},
+}
+
+logger = logging.getLogger("env")
+
+
+@dataclass(frozen=True)
+class Places:
+    """What differs between machines."""
+
+    tasks_dir: Path
+    network: str
+    """Docker network of the sandboxes; empty for backends without one."""
+    control_host: str
+    """Our own name on the network of trainer and evaluator."""
+    capture_host: str
+    """Our own name on the sandboxes' network."""
+    capture_url: str
+    """The capture proxy as a sandbox reaches it."""
+
+    @classmethod
+    def from_environment(cls, cfg: Recipe) -> Places:
+        tasks_dir, network = os.environ.get("TASKS_DIR", ""), os.environ.get("SANDBOX_NETWORK", "")
+        if not tasks_dir.startswith("/"):
+            raise RecipeError(f"TASKS_DIR is {tasks_dir!r}; it must be an absolute path, the same on the host")
+        if cfg.env.backend == "docker" and not network:
+            raise RecipeError("SANDBOX_NETWORK is not set; it names the Docker network of the sandboxes and env alone")
+        capture_host = os.environ.get("CAPTURE_HOST", "capture")
+        return cls(
+            tasks_dir=Path(tasks_dir),
+            network=network,
+            control_host=os.environ.get("CONTROL_HOST", "env-control"),
+            capture_host=capture_host,
+            capture_url=os.environ.get("CAPTURE_URL", f"http://{capture_host}:{CAPTURE_PORT}"),
+        )
+
+
+def serve(cfg: Recipe, run: RunDir) -> int:
+    """Serve until SIGTERM or SIGINT; what the run has in the engine is removed before and after."""
+    quiet_libraries()
+    places = Places.from_environment(cfg)
+    provider = suites.load(cfg, places.tasks_dir)
+    control_socket = bind(places.control_host, CONTROL_PORT)
+    capture_socket = bind(places.capture_host, CAPTURE_PORT)
+    with signals.stop_event() as stop, health.Pulse("env", run) as pulse:
+        if cfg.env.backend == "docker":
+            check_engine(cfg, places.network)
+            sweep(run)
+        board = Scoreboard()
+        prepare(cfg, run, places, provider, board)
+        service = capture_service(cfg, places)
+        servers = [
+            Server("control", control_app(cfg), control_socket),
+            Server("capture", DataPlane(service.capture.app), capture_socket),
+        ]
+        try:
+            logger.info("serving", extra={"control": control_socket.getsockname(), "capture": places.capture_url})
+            while not stop.wait(BEAT_S):
+                for server in servers:
+                    server.check()
+                pulse.set("serving", **board.snapshot())
+        finally:
+            for server in servers:
+                server.stop()
+            if cfg.env.backend == "docker":
+                sweep(run)
+    return 0
+
+
+def prepare(cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProvider, board: Scoreboard) -> None:
+    """Put the recipe's numbers into the parts of OpenEnv and Harbor that read them at rollout time."""
+    run.trials.mkdir(parents=True, exist_ok=True)
+    keep_only(KEPT_VARIABLES | BACKEND_VARIABLES.get(cfg.env.backend, set()))
+    os.environ["OPENENV_HARBOR_TRIALS_DIR"] = str(run.trials)
+    overlay = sandbox.write_overlay(cfg, run, places.network)
+    openenv_rollout.build_trial_config = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
+    agent.register(cfg)
+    RolloutEnvironment.serve(provider, board, cfg.rollout.outer_timeout_s)
+
+
+def quiet_libraries() -> None:
+    """Harbor logs whole commands at debug level, with configuration and prompts; they belong in the trial's own log."""
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.INFO)
+    for name in ("mcp", "fastmcp", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def keep_only(names: frozenset[str] | set[str]) -> None:
+    for name in set(os.environ) - names:
+        del os.environ[name]
+
+
+def capture_service(cfg: Recipe, places: Places) -> HarborService:
+    """OpenEnv's capture proxy and session registry, for our own listener; every rollout names its engine."""
+    os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = secrets.token_urlsafe(24)
+    service = HarborService(
+        datasets=[cfg.tasks.train, cfg.tasks.heldout],
+        capture_port=CAPTURE_PORT,
+        capture_level="text",
+        max_output_tokens=cfg.sampling.max_completion_tokens,
+    )
+    del os.environ["OPENENV_CAPTURE_ADMIN_KEY"]
+    state = service.capture.app.state
+    client, level = state.upstreams.default
+    state.upstreams = FreshUpstreamPool(default_client=client, default_level=level)
+    service.public_url = places.capture_url
+    HarborService.set_current(service)
+    return service
+
+
+def control_app(cfg: Recipe) -> Any:
+    """Task API and ``run_rollout`` for trainer and evaluator, without OpenEnv's web pages."""
+    app = create_app(
+        RolloutEnvironment,
+        CallToolAction,
+        CallToolObservation,
+        state_cls=HarborState,
+        env_name=CLIENT_NAME,
+        concurrency_config=ConcurrencyConfig(
+            max_concurrent_envs=cfg.rollout.max_inflight + cfg.evaluator.max_inflight,
+            session_timeout=IDLE_SESSION_S,
+        ),
+    )
+    return CancelOnDisconnect(app)
+
+
+# --- Engine and listeners -----------------------------------------------------------------------------------------
+
+
+def check_engine(cfg: Recipe, network: str) -> None:
+    """Raises: NotReadyError: no engine, no sandbox image, or a network with a way out."""
+    if inspect("image", cfg.env.sandbox_image) is None:
+        raise NotReadyError(f"image {cfg.env.sandbox_image} is not on this engine; build it with `make images`")
+    found = inspect("network", network)
+    if found is None:
+        raise NotReadyError(f"network {network} does not exist; compose.yaml makes it")
+    if not found["Internal"]:
+        raise NotReadyError(f"network {network} is not internal: sandboxes would reach the internet; remove it first")
+    if found["Options"].get("com.docker.network.bridge.inhibit_ipv4") != "true":
+        logger.warning("the host itself has an address on the sandboxes' network", extra={"network": network})
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on the one address that our own name has. Raises: NotReadyError: unknown, foreign, taken."""
+    try:
+        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+    except socket.gaierror:
+        raise NotReadyError(f"{host} is no name of this container; compose.yaml gives env this network alias") from None
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise NotReadyError(f"cannot listen on {host} ({address[0]}:{port}): {error.strerror}") from None
+    return listener
+
+
+class Server:
+    """One uvicorn server in a thread of its own, so that neither listener waits for the other's work."""
+
+    def __init__(self, name: str, app: Any, listener: socket.socket) -> None:
+        self._name = name
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_S,
+                # A result is megabytes of token ids on a local network; compressing them only costs CPU.
+                ws_per_message_deflate=False,
+                ws_ping_timeout=60.0,
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name=f"{name}-server", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises: RuntimeError: the server ended by itself."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the {self._name} server ended")
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=GRACE_S + 5)

@@ -1,0 +1,93 @@
+"""ASGI and engine-side parts of the two servers that OpenEnv leaves to its host."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from openenv.core.harness.capture.server import UpstreamPool
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
+"""Of one model call; a long conversation is below 2 MB."""
+
+
+class DataPlane:
+    """Only what an agent needs of the capture proxy: model calls with a session's key, and the liveness probe.
+
+    OpenEnv's admin routes ask for a key. In this port they do not exist: the rollouts use the registry in process.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := _refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _refusal(scope: Scope) -> PlainTextResponse | None:
+    call = (scope["method"], scope["path"])
+    if call == ("GET", "/health"):
+        return None
+    if call != ("POST", "/v1/chat/completions"):
+        return PlainTextResponse("not found", status_code=404)
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+        return PlainTextResponse(f"content-length is needed, at most {MAX_REQUEST_BYTES}", status_code=413)
+    return None
+
+
+class CancelOnDisconnect:
+    """End a websocket's work when its client is gone.
+
+    OpenEnv looks at the socket between two messages only, so the rollouts of a killed trainer would go on, hold
+    their sandboxes, and count against the concurrency that its successor needs.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket":
+            await self._app(scope, receive, send)
+            return
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        session = asyncio.ensure_future(self._app(scope, messages.get, send))
+
+        async def pump() -> None:
+            while True:
+                message = await receive()
+                await messages.put(message)
+                if message["type"] == "websocket.disconnect":
+                    # An idle session reads the message and ends by itself; a busy one does not come to read it.
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                    if not messages.empty():
+                        session.cancel()
+                    return
+
+        pumping = asyncio.ensure_future(pump())
+        try:
+            await asyncio.wait([session])
+        finally:
+            pumping.cancel()
+            session.cancel()
+        if not session.cancelled():
+            session.result()
+
+
+class FreshUpstreamPool(UpstreamPool):
+    """OpenEnv's pool of probed engines, which forgets an engine that did not answer with tokens.
+
+    OpenEnv keeps the first verdict for good: one probe while the policy restarts, and no later rollout can train.
+    """
+
+    async def resolve(self, upstream: Any) -> Any:
+        client, level = await super().resolve(upstream)
+        if level != "tokens":
+            self.forget(upstream)
+        return client, level

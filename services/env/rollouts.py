@@ -1,0 +1,73 @@
+"""OpenEnv's Harbor environment with this run's tasks and time bound, and a count of what came of the rollouts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, ClassVar, override
+
+from openenv.core.env_server.types import Observation
+from openenv.harbor.environment import HarborEnvironment
+
+from services.common.causes import failure_cause
+from services.env.suites import SuiteProvider
+
+
+class Scoreboard:
+    """Rollouts in flight, done, and failed by cause, since this process started. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inflight = 0
+        self._done = 0
+        self._failed: Counter[str] = Counter()
+
+    def started(self) -> None:
+        with self._lock:
+            self._inflight += 1
+
+    def ended(self, cause: str | None) -> None:
+        with self._lock:
+            self._inflight -= 1
+            self._done += 1
+            if cause is not None:
+                self._failed[cause] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {"inflight": self._inflight, "done": self._done, "failed": dict(self._failed)}
+
+
+class RolloutEnvironment(HarborEnvironment):
+    """One instance a session; what they share is set once, on the class, as OpenEnv's own does it."""
+
+    suites: ClassVar[SuiteProvider]
+    board: ClassVar[Scoreboard]
+    outer_timeout_s: ClassVar[float]
+
+    @classmethod
+    def serve(cls, suites: SuiteProvider, board: Scoreboard, outer_timeout_s: float) -> None:
+        cls.suites, cls.board, cls.outer_timeout_s = suites, board, outer_timeout_s
+        cls.configure(datasets=[split["name"] for split in suites.list_splits()])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._provider = self.suites
+
+    @override
+    async def step_async(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
+        return await super().step_async(action, timeout_s=timeout_s or self.outer_timeout_s, **kwargs)
+
+    @override
+    async def _run_rollout(self, *args: Any, **kwargs: Any) -> str:
+        cause: str | None = "env"  # unless it ends by itself: a cancelled call, or a bug
+        self.board.started()
+        try:
+            text = await super()._run_rollout(*args, **kwargs)
+            result = SimpleNamespace(**json.loads(text))
+            cause = failure_cause(result, training=result.rollout_type == "train")
+            return text
+        finally:
+            self.board.ended(cause)

@@ -1,0 +1,211 @@
+"""Adapters on their way into ``policy-eval``: snapshot, load under a new name, prove delivery, unload.
+
+The server holds pristine base weights. Its prefix cache is keyed by adapter name, and it may read an adapter's path
+again, so every adapter gets a name with its own hash in it and a path that nobody writes to any more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.common import recipe as recipes
+from services.common.errors import NotReadyError
+from services.common.recipe import Lora
+from services.common.run_dir import Checkpoint
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+CANARY_PROMPT = (
+    "You are a careful engineer. List the files of the working directory, read the one that the question names, "
+    "and write the answer to answer.txt. Use the bash tool for every step, one command at a time."
+)
+_FACTOR = re.compile(r"\.(?P<module>[A-Za-z0-9_]+)\.lora_(?P<factor>[AB])\.(?:default\.)?weight$")
+
+
+class AdapterNotReadyError(Exception):
+    """The adapter is truncated, changing, or not the one the recipe describes: left for later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A snapshot of a checkpoint's adapter that nobody writes to any more."""
+
+    label: str
+    """``checkpoint-N``."""
+    name: str
+    """Model name in ``policy-eval``: the label and the start of the hash."""
+    path: Path
+    sha256: str
+    zero: bool
+    """All B are zero: the adapter is the base, and no canary can tell them apart."""
+
+
+def snapshot(checkpoint: Checkpoint, into: Path, lora: Lora) -> Adapter:
+    """Copy the adapter of a complete checkpoint to ``into/<name>`` and check the copy.
+
+    Raises: AdapterNotReadyError: with what was found.
+    """
+    label = checkpoint.path.name
+    source = checkpoint.path / WEIGHTS
+    try:
+        before = recipes.file_sha256(source)
+        name = f"{label}-{before[:12]}"
+        target = into / name
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (WEIGHTS, CONFIG):
+            shutil.copyfile(checkpoint.path / file, target / file)
+    except FileNotFoundError as error:
+        raise AdapterNotReadyError(f"{label} has no {Path(error.filename).name}") from None
+    if recipes.file_sha256(target / WEIGHTS) != before:
+        shutil.rmtree(target)
+        raise AdapterNotReadyError(f"{label} changed while it was read")
+    try:
+        zero = inspect(target, lora)
+    except AdapterNotReadyError:
+        shutil.rmtree(target)
+        raise
+    return Adapter(label, name, target, before, zero)
+
+
+def inspect(folder: Path, lora: Lora) -> bool:
+    """Check that the files are whole and hold the recipe's adapter; return whether all B are zero.
+
+    Raises: AdapterNotReadyError: truncated, another rank, a module without its A or B, or a target without any.
+    """
+    header, data_start = _safetensors_header(folder / WEIGHTS)
+    config = _read_config(folder / CONFIG)
+    if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.alpha):
+        raise AdapterNotReadyError(
+            f"r and lora_alpha are {config.get('r')} and {config.get('lora_alpha')}, "
+            f"the recipe has {lora.r} and {lora.alpha}"
+        )
+    factors: dict[str, set[str]] = {}
+    modules = set()
+    for key in header:
+        match = _FACTOR.search(key)
+        if match is None:
+            raise AdapterNotReadyError(f"tensor {key} is no LoRA factor")
+        factors.setdefault(f"{key[: match.start()]}.{match['module']}", set()).add(match["factor"])
+        modules.add(match["module"])
+    if single := sorted(module for module, found in factors.items() if found != {"A", "B"}):
+        raise AdapterNotReadyError(f"{len(single)} modules lack their A or B, {single[0]} first")
+    if modules != set(lora.target_modules):
+        raise AdapterNotReadyError(f"its modules are {sorted(modules)}, the recipe has {sorted(lora.target_modules)}")
+    return _all_b_zero(folder / WEIGHTS, header, data_start)
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Tensor name -> its header entry, and where the data start. Format: 8 bytes of length, JSON, data."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise AdapterNotReadyError(f"{path.name} is truncated: {size} bytes hold no whole header")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise AdapterNotReadyError(f"{path.name} has no readable header") from None
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if not header or end != size:
+        raise AdapterNotReadyError(f"{path.name} is truncated: {size} bytes, its header says {end}")
+    return header, 8 + length
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        raise AdapterNotReadyError(f"{path.name} is not valid JSON") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _all_b_zero(path: Path, header: Mapping[str, Mapping[str, Any]], data_start: int) -> bool:
+    with path.open("rb") as stream:
+        for key, entry in header.items():
+            if ".lora_B." in key:
+                start, end = entry["data_offsets"]
+                stream.seek(data_start + start)
+                if stream.read(end - start).strip(b"\0"):
+                    return False
+    return True
+
+
+class PolicyEval:
+    """``policy-eval``, vLLM with LoRA on pristine base weights."""
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url = url.rstrip("/")
+        self._client = client
+
+    def models(self) -> dict[str, str | None]:
+        """Served model -> its base, None for the base itself."""
+        cards = self._get("/v1/models")["data"]
+        return {card["id"]: card.get("parent") for card in cards}
+
+    def base_name(self) -> str:
+        """Raises: NotReadyError: not exactly one base model is served."""
+        bases = [name for name, parent in self.models().items() if parent is None]
+        if len(bases) != 1:
+            raise NotReadyError(f"{self.url} serves {len(bases)} base models ({bases}); policy-eval serves exactly one")
+        return bases[0]
+
+    def load(self, adapter: Adapter) -> float:
+        """Load the adapter and prove that it is the one that answers.
+
+        Returns: largest absolute difference of the canary prompt's log-probabilities from the base's, in nats.
+        Raises: AdapterNotReadyError: the server refuses it, or answers as the base does.
+        """
+        if adapter.name not in self.models():
+            body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+            response = self._client.post(f"{self.url}/v1/load_lora_adapter", json=body)
+            if response.is_error:
+                raise AdapterNotReadyError(f"{adapter.label}: the server refuses it: {response.text[:400]}")
+        difference, noise = self._canary(adapter.name)
+        # A stray response of the base, or an adapter of which no module matched, gives the base's own values again.
+        if difference <= noise and not adapter.zero:
+            self.unload(adapter.name)
+            raise AdapterNotReadyError(
+                f"{adapter.label}: canary log-probabilities differ from the base's by {difference:.3g}, and the "
+                f"base's from themselves by {noise:.3g}; the adapter is not in effect"
+            )
+        return difference
+
+    def unload(self, name: str) -> None:
+        """Forget the adapter; one that is not loaded is no error."""
+        response = self._client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": name})
+        if response.status_code != httpx.codes.NOT_FOUND:
+            response.raise_for_status()
+
+    def _canary(self, name: str) -> tuple[float, float]:
+        """Largest difference of the adapter from the base, and of the base from itself (batching may move it)."""
+        base = self.base_name()
+        first, again, adapted = self._logprobs(base), self._logprobs(base), self._logprobs(name)
+        return _distance(first, adapted), _distance(first, again)
+
+    def _logprobs(self, model: str) -> list[float]:
+        """Log-probability of each token of the canary prompt but the first, given those before it."""
+        body = {"model": model, "prompt": CANARY_PROMPT, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        response = self._client.post(f"{self.url}/v1/completions", json=body)
+        response.raise_for_status()
+        entries = response.json()["choices"][0]["prompt_logprobs"]
+        return [next(iter(entry.values()))["logprob"] for entry in entries if entry]
+
+    def _get(self, path: str) -> Any:
+        response = self._client.get(f"{self.url}{path}")
+        response.raise_for_status()
+        return response.json()
+
+
+def _distance(a: list[float], b: list[float]) -> float:
+    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)

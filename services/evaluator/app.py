@@ -1,0 +1,268 @@
+"""The evaluation of one set of weights, and the wiring that all commands share."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from services.common import run_dir
+from services.common import tasks as suites
+from services.common.errors import NotReadyError, RecipeError
+from services.common.health import Pulse
+from services.common.recipe import Recipe
+from services.common.run_dir import Checkpoint, RunDir
+from services.common.signals import StopFlag
+from services.evaluator import adapters, cells, curve, pool, results, rollout
+from services.evaluator.cells import BASE, Arm, Cell, CellStore, Conditions, Outcome
+from services.evaluator.results import Question
+
+HTTP_TIMEOUT_S = 300.0
+"""Of one call to policy-eval: loading an adapter waits for the engine."""
+BASE_ARM = Arm(BASE)
+logger = logging.getLogger("evaluator")
+
+Announce = Callable[[Cell, Outcome, int, int], None]
+"""Told of each cell that ended: cell, outcome, how many of how many are done."""
+
+
+class StoppedEarlyError(Exception):
+    """SIGTERM or SIGINT arrived; scored cells are kept, and the next start goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Where the other services are; differs between compose and a Job."""
+
+    env_url: str
+    policy_eval_url: str
+
+    @classmethod
+    def from_environment(cls) -> Peers:
+        missing = [name for name in ("ENV_URL", "POLICY_EVAL_URL") if not os.environ.get(name)]
+        if missing:
+            raise RecipeError(f"{' and '.join(missing)} not set; compose.yaml gives the evaluator both")
+        return cls(os.environ["ENV_URL"].rstrip("/"), os.environ["POLICY_EVAL_URL"].rstrip("/"))
+
+
+class Evaluator:
+    """Evaluates checkpoints against the base under one set of conditions, and keeps the results."""
+
+    def __init__(
+        self,
+        cfg: Recipe,
+        run: RunDir,
+        peers: Peers,
+        tasks_dir: Path,
+        pulse: Pulse,
+        stop: StopFlag,
+        *,
+        greedy: bool = False,
+        announce: Announce | None = None,
+        connect: Callable[[], rollout.Client] | None = None,
+    ) -> None:
+        """Args: connect: makes a client of the env server; None: OpenEnv's own."""
+        self.cfg = cfg
+        self.run = run
+        self.stop = stop
+        self.pulse = pulse
+        self.under: Conditions = cells.conditions(cfg, run_dir.read_json(run.manifest), greedy=greedy)
+        self.store = CellStore(run.eval / "cells.jsonl", self.under)
+        self._tasks = suites.load_suite(tasks_dir, cfg.tasks.heldout, limit=cfg.evaluator.final_tasks)
+        self._peers = peers
+        self._http = httpx.Client(timeout=HTTP_TIMEOUT_S)
+        self._policy = adapters.PolicyEval(peers.policy_eval_url, self._http)
+        self._announce = announce
+        self._connect = connect or functools.partial(rollout.connect, cfg, peers.env_url)
+
+    def question(self, limit: int | None = None, names: Sequence[str] = ()) -> Question:
+        """The held-out tasks to ask: the first ``limit`` of the suite, or those named.
+
+        Raises: RecipeError: a name that the suite lacks.
+        """
+        known = {task.name: task for task in self._tasks}
+        if unknown := [name for name in names if name not in known]:
+            raise RecipeError(
+                f"{', '.join(unknown)}: no such task in {self.cfg.tasks.heldout}; there: {', '.join(known)}"
+            )
+        chosen = [known[name] for name in names] if names else list(self._tasks)[:limit]
+        return Question(
+            self.cfg.tasks.heldout,
+            {task.name: suites.files_sha256(task.folder) for task in chosen},
+            self.cfg.evaluator.attempts,
+        )
+
+    @functools.cached_property
+    def watch_question(self) -> Question:
+        """What every checkpoint is asked, so that the points of the curve compare."""
+        return self.question(self.cfg.evaluator.watch_tasks)
+
+    def evaluate(self, checkpoint: Checkpoint | None, question: Question) -> dict[str, Any]:
+        """Run the missing cells of the base and, unless None, of the checkpoint; return the results.
+
+        Raises: AdapterNotReadyError: the checkpoint cannot be used now. NotReadyError: a peer never answered.
+            httpx.HTTPError: policy-eval went away. StoppedEarlyError: a stop was requested. Scored cells are kept.
+        """
+        self._wait_for_peers()
+        # One evaluation at a time on the run's policy-eval: two would unload each other's adapter and compute
+        # the same cells twice.
+        with _locked(self.run.eval / ".lock"):
+            self.store.reload()
+            snapshots = self.run.eval / "adapters"
+            shutil.rmtree(snapshots, ignore_errors=True)  # of an evaluator that was killed
+            if checkpoint is None:
+                self._run_missing(question, {BASE_ARM: self._policy.base_name()}, step=0)
+                return results.compile_results(self.store, question, self.under, BASE_ARM, None)
+            adapter = adapters.snapshot(checkpoint, snapshots, self.cfg.lora)
+            try:
+                value = self._evaluate_adapter(adapter, question, checkpoint.step)
+            finally:
+                shutil.rmtree(adapter.path, ignore_errors=True)
+            return {**value, "step": checkpoint.step, "adapter_is_zero": adapter.zero}
+
+    def _evaluate_adapter(self, adapter: adapters.Adapter, question: Question, step: int) -> dict[str, Any]:
+        arm, canary = Arm(adapter.label, adapter.sha256), None
+        if self.store.missing(question.cells([BASE_ARM, arm])):
+            canary = self._policy.load(adapter)
+            try:
+                self._run_missing(question, {BASE_ARM: self._policy.base_name(), arm: adapter.name}, step=step)
+            finally:
+                self._policy.unload(adapter.name)
+        value = results.compile_results(self.store, question, self.under, BASE_ARM, arm)
+        return {**value, "canary_max_abs_logprob_diff": canary}
+
+    def _run_missing(self, question: Question, models: dict[Arm, str], step: int) -> None:
+        """Args: models: arm -> the name under which policy-eval serves it."""
+        wanted = question.cells(models)
+        todo = self.store.missing(wanted)
+        if not todo:
+            return
+        runner = self._runner()
+        done = len(wanted) - len(todo)
+        lock = threading.Lock()
+        self.pulse.set("evaluating", step=step, cells_done=done, cells=len(wanted))
+
+        def work(cell: Cell) -> None:
+            nonlocal done
+            outcome = runner(cell, models[cell.arm])
+            self.store.add(cell, outcome)
+            with lock:
+                done += 1
+                self.pulse.set(cells_done=done)
+                self._tell(cell, outcome, done, len(wanted))
+
+        if not pool.run_all(todo, work, self.cfg.evaluator.max_inflight, self.stop):
+            raise StoppedEarlyError
+
+    def _tell(self, cell: Cell, outcome: Outcome, done: int, total: int) -> None:
+        logger.log(
+            logging.INFO if outcome.scored else logging.WARNING,
+            "cell scored" if outcome.scored else "cell has no score",
+            extra={
+                "label": cell.arm.label, "task": cell.task, "attempt": cell.attempt, "reward": outcome.reward,
+                "cause": outcome.cause, "error": outcome.error, "wall_s": outcome.wall_s, "done": done, "cells": total,
+            },
+        )  # fmt: skip
+        if self._announce is not None:
+            self._announce(cell, outcome, done, total)
+
+    def _runner(self) -> rollout.Runner:
+        client = self._connect()
+        try:
+            index = rollout.locate(client, self.cfg.tasks.heldout, self._tasks)
+        finally:
+            client.close()
+        return rollout.Runner(
+            connect=self._connect,
+            suite=self.cfg.tasks.heldout,
+            index=index,
+            under=self.under,
+            llm_url=f"{self._peers.policy_eval_url}/v1",
+            backend=self.cfg.env.backend,
+            retries=self.cfg.evaluator.infrastructure_retries,
+        )
+
+    def _wait_for_peers(self) -> None:
+        """Raises: NotReadyError: a peer did not answer within recipe.watchdog.start_limit_s."""
+        for url in (self._peers.policy_eval_url, self._peers.env_url):
+            try:
+                _healthy(self._http, f"{url}/health", self.cfg.watchdog.start_limit_s)
+            except httpx.HTTPError as error:
+                raise NotReadyError(
+                    f"{url}/health did not answer within {self.cfg.watchdog.start_limit_s:.0f} s: {error}"
+                ) from None
+
+    # --- Files ----------------------------------------------------------------------------------------------------
+
+    def record_checkpoint(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Write the results of a checkpoint on the watched tasks, the summary and the curve; return the summary."""
+        run_dir.write_json(self.run.eval / f"{value['adapter']['label']}{results.SUFFIX}", value)
+        return self.record_summary()
+
+    def record_summary(self) -> dict[str, Any]:
+        summary = results.write_summary(self.run.eval, collapse_drop=self.cfg.evaluator.collapse_drop)
+        curve.draw(summary, run_dir.read_lines(self.run.metrics), self.run.eval / "curve.png")
+        return summary
+
+    def from_store(self, value: dict[str, Any], question: Question) -> dict[str, Any] | None:
+        """The results for other tasks of the checkpoint that ``value`` holds, if no cell is missing."""
+        arm = Arm(value["adapter"]["label"], value["adapter"]["adapter_sha256"])
+        if self.store.missing(question.cells([BASE_ARM, arm])):
+            return None
+        own = results.compile_results(self.store, question, self.under, BASE_ARM, arm)
+        return {**value, **own}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock; it ends with the process, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _healthy(client: httpx.Client, url: str, limit_s: float) -> None:
+    """Raises: httpx.HTTPError: the last failure, after ``limit_s``."""
+
+    @retry(
+        retry=retry_if_exception_type(httpx.HTTPError),
+        stop=stop_after_delay(limit_s),
+        wait=wait_exponential(multiplier=0.5, max=10),
+        reraise=True,
+    )
+    def probe() -> None:
+        client.get(url, timeout=10).raise_for_status()
+
+    probe()
+
+
+def find_checkpoint(run: RunDir, name: str) -> Checkpoint:
+    """The complete checkpoint that a person names: a step, ``checkpoint-N``, ``best`` or ``final``.
+
+    Raises: RecipeError: it does not exist; the message lists those that do.
+    """
+    complete = run.complete_checkpoints()
+    wanted = name
+    if name == "final" and complete:
+        return complete[-1]
+    if name == "best":
+        wanted = (run_dir.read_json(run.eval / "summary.json") or {}).get("best") or "best (no checkpoint is evaluated)"
+    for checkpoint in complete:
+        if wanted in (str(checkpoint.step), checkpoint.path.name):
+            return checkpoint
+    have = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
+    raise RecipeError(
+        f"checkpoint {wanted} is not in {run.checkpoints}; complete there: {have}; allowed too: best, final, base"
+    )

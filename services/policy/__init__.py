@@ -1,0 +1,1 @@
+"""The policy server: vLLM, started with exactly what the recipe says."""

@@ -1,0 +1,114 @@
+"""Checks before vLLM starts, each one message; then this process becomes vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from services.common import log, recipe, run_dir
+from services.common.errors import NotReadyError, RecipeError
+from services.common.recipe import Recipe
+from services.policy.argv import Device, Role, argv, environment
+
+SAMPLING_KEYS = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "do_sample",
+)  # fmt: skip
+"""What a generation_config.json may ask for and ``--generation-config vllm`` ignores."""
+
+
+def serve(role: Role) -> int:
+    """Check the machine and the model, record what is served, and exec vLLM. Returns only on an error."""
+    cfg = recipe.from_environment()
+    logger = log.setup("policy" if role == "train" else "policy-eval")
+    device = installed_device()
+    check_machine(device, Path("/proc/cpuinfo"))
+    folder = check_model(cfg)
+    command = argv(cfg, role, device, sys.executable)
+    variables = environment(cfg, role, device)
+    record(cfg, role, device, folder, logger)
+    logger.info("starting vLLM", extra={"argv": command[1:], "environment": variables})
+    logging.shutdown()
+    os.execvpe(command[0], command, {**os.environ, **variables})
+
+
+def installed_device() -> Device:
+    """The variant of this image. vLLM tells it the same way: by ``cpu`` in its version.
+
+    Raises: NotReadyError: no distribution called ``vllm``.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise NotReadyError("no distribution `vllm` is installed; run this in the policy image") from None
+    return "cpu" if "cpu" in version else "cuda"
+
+
+def check_machine(device: Device, cpuinfo: Path) -> None:
+    """Raises: NotReadyError: this image's variant cannot run here; vLLM itself would die of an illegal instruction."""
+    if device == "cuda":
+        if not any(Path("/dev").glob("nvidia[0-9]*")):
+            raise NotReadyError(
+                "this is the cuda image and the container has no NVIDIA GPU; use the cpu images "
+                "(VARIANT=cpu, compose.cpu.yaml) or start Docker with the NVIDIA container toolkit"
+            )
+        return
+    if os.uname().machine != "x86_64":
+        return
+    flags = next((line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), [])
+    if "avx2" not in flags:
+        raise NotReadyError("the cpu image needs a processor with AVX2 or AVX-512; this one has neither")
+
+
+def check_model(cfg: Recipe) -> Path | None:
+    """Folder of a local model, None for a Hub model (vLLM finds it in the mounted cache).
+
+    Raises: RecipeError: the folder or its config.json is missing, or vLLM could not serve it.
+    """
+    if cfg.model.source == "hub":
+        return None
+    folder = Path(cfg.model_location())
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"model.id is {cfg.model.id!r} with source local, and {folder}/config.json does not exist; "
+            "MODELS_DIR must hold that folder (data/models in the project)"
+        ) from None
+    except ValueError as error:
+        raise RecipeError(f"{folder}/config.json is not valid JSON: {error}") from None
+    if config.get("model_type") == "lfm2" and "conv_dim" not in config:
+        raise RecipeError(f"{folder}/config.json has no conv_dim, which vLLM's LFM2 needs and transformers leaves out")
+    return folder
+
+
+def ignored_sampling(folder: Path | None) -> dict[str, object]:
+    """Sampling that the model's generation_config.json asks for and that is not applied."""
+    value = run_dir.read_json(folder / "generation_config.json") if folder else None
+    return {key: value[key] for key in SAMPLING_KEYS if key in value} if value else {}
+
+
+def record(cfg: Recipe, role: Role, device: Device, folder: Path | None, logger: logging.Logger) -> None:
+    """Write ``runs/<run>/policy.json`` where the run directory is mounted, else log it."""
+    value = {
+        "role": role,
+        "device": device,
+        "image_id": os.environ.get("IMAGE_ID"),
+        "vllm": importlib.metadata.version("vllm"),
+        "recipe_sha256": cfg.sha256(),
+        "recipe": cfg.model_dump(mode="json"),
+        "ignored_generation_config": ignored_sampling(folder),
+    }
+    name = "policy.json" if role == "train" else "policy-eval.json"
+    path = Path(os.environ.get("RUNS_DIR", "")) / cfg.run.name / name
+    try:
+        if path.is_absolute() and path.parent.parent.is_dir():
+            run_dir.write_json(path, value)
+            return
+    except PermissionError:
+        pass
+    logger.info("resolved recipe", extra=value)

@@ -1,0 +1,197 @@
+"""The training process: wires TRL's trainer, the rollout worker, the weight sync and the run directory.
+
+``services.trainer.__main__`` starts it as a child. There is no algorithm code here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from typing import Any
+
+from services.common import health, log, recipe, run_dir, signals
+from services.common.errors import NotReadyError, RecipeError, StoppedError, run_main
+from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+PACKING_CHECK_TOKENS = 2048
+"""Of the longer of the two samples that the start-up check packs."""
+
+
+def main() -> int:
+    cfg = recipe.from_environment()
+    run = RunDir.from_environment(cfg.run.name)
+    logger = log.setup("trainer", run.path)
+    with signals.stop_event() as stop, health.Pulse("trainer", run) as pulse:
+        trainer, rows = build(cfg, run, pulse, stop)
+        logger.info("training starts", extra={"tasks": rows, "max_steps": cfg.trainer.max_steps})
+        return _train(trainer, run, pulse, logger)
+
+
+def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
+    from services.trainer.callbacks import mark_ready
+    from services.trainer.grpo import StopRequested
+
+    try:
+        trainer.train()
+    except (StopRequested, StoppedError) as stopped:
+        step = trainer.state.global_step
+        logger.warning("training is stopped", extra={"step": step, "reason": str(stopped) or "SIGTERM"})
+        checkpoint = run.checkpoints / f"checkpoint-{step}"
+        if step and not (checkpoint / run_dir.READY).exists():
+            pulse.set("saving")
+            trainer._save_checkpoint(trainer.model, trial=None)
+            mark_ready(checkpoint)
+        if isinstance(stopped, StoppedError):
+            raise
+    logger.info("training ended", extra={"step": trainer.state.global_step})
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """Where the other services are; differs between compose and a Job."""
+
+    policy_url: str
+    env_url: str
+
+    @classmethod
+    def from_environment(cls) -> Peers:
+        missing = [name for name in ("POLICY_URL", "ENV_URL") if not os.environ.get(name)]
+        if missing:
+            raise RecipeError(f"{' and '.join(missing)} not set; compose.yaml gives the trainer both")
+        return cls(os.environ["POLICY_URL"], os.environ["ENV_URL"])
+
+
+def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag) -> tuple[Any, int]:
+    """The trainer, ready to train, and the number of training tasks."""
+    import torch
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoConfig, AutoTokenizer
+    from trl.chat_template_utils import lfm2_2_5_template
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    from services.trainer import attention, cpu, grpo, packing, reward
+    from services.trainer.callbacks import RunRecorder
+    from services.trainer.ratio import RatioGuard
+    from services.trainer.session import HarborSessionFactory
+    from services.weight_sync.canary import Canary, model_score, prompt_ids
+    from services.weight_sync.client import LoraFactorSync
+    from services.weight_sync.names import base_weight
+
+    peers = Peers.from_environment()
+    source = {"pretrained_model_name_or_path": cfg.model_location(), "revision": _hub_revision(cfg)}
+    on_cpu = not torch.cuda.is_available()
+    torch.set_num_threads(cfg.trainer.omp_threads)
+    packing.require_supported(trl.__version__, AutoConfig.from_pretrained(**source).model_type)
+    attention.install(cfg.trainer.attn_implementation)
+    if on_cpu:
+        cpu.install()
+
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # TRL does not recognise LFM2.5's chat template by itself (pitfall 6).
+    tokenizer.response_template = lfm2_2_5_template
+
+    factory = functools.partial(HarborSessionFactory, cfg, peers.env_url, peers.policy_url, run)
+    rows = factory().prompt_rows()
+    if not rows:
+        raise NotReadyError(f"the env server at {peers.env_url} serves no task of suite {cfg.tasks.train!r}")
+    dataset = Dataset.from_list(rows)
+
+    worker = grpo.StoppableWorker(
+        stop=stop,
+        harness_session_factory=factory,
+        rollout_reward_fn=functools.partial(
+            reward.score,
+            bonus=cfg.reward.tool_efficiency_bonus,
+            max_tool_calls=cfg.rollout.max_tool_calling_iterations,
+        ),
+        model_name=cfg.policy.served_model_name,
+        dataset=dataset,
+        reward_funcs=[],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        num_generations=cfg.rollout.num_generations,
+        max_inflight_tasks=cfg.rollout.max_inflight,
+        queue_maxsize=1024,
+        vllm_server_url=peers.policy_url,
+        max_tokens=cfg.sampling.max_completion_tokens,
+        temperature=cfg.sampling.temperature,
+        top_p=cfg.sampling.top_p,
+        top_k=cfg.sampling.top_k,
+        max_tool_calling_iterations=cfg.rollout.max_tool_calling_iterations,
+    )
+    samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
+    args = AsyncGRPOConfig(
+        str(run.checkpoints),
+        seed=cfg.run.seed,
+        max_steps=cfg.trainer.max_steps,
+        learning_rate=cfg.trainer.learning_rate,
+        # One row a micro-batch, samples_per_row samples in it; a step is groups_per_step groups.
+        token_budget=0,
+        per_device_train_batch_size=cfg.trainer.samples_per_row,
+        gradient_accumulation_steps=samples_per_step // cfg.trainer.samples_per_row,
+        num_generations=cfg.rollout.num_generations,
+        max_completion_length=cfg.sampling.max_completion_tokens,
+        temperature=cfg.sampling.temperature,
+        max_inflight_tasks=cfg.rollout.max_inflight,
+        max_staleness=cfg.rollout.max_staleness,
+        max_tool_calling_iterations=cfg.rollout.max_tool_calling_iterations,
+        vllm_server_base_url=peers.policy_url,
+        dtype=cfg.model.dtype,
+        bf16=False,  # the weights have the recipe's dtype; no autocast on top
+        use_cpu=on_cpu,
+        gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+        save_steps=cfg.trainer.save_steps,
+        save_total_limit=cfg.trainer.keep_checkpoints,
+        report_to=cfg.trainer.report_to,
+        disable_tqdm=True,
+        model_init_kwargs={"revision": _hub_revision(cfg)} if cfg.model.source == "hub" else None,
+    )
+    sync = LoraFactorSync(cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
+    guard = RatioGuard(cfg.trainer.ratio_bounds, cfg.trainer.ratio_patience)
+    trainer = grpo.FactorSyncTrainer(
+        model=cfg.model_location(),
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=cfg.lora.r,
+            lora_alpha=cfg.lora.alpha,
+            lora_dropout=cfg.lora.dropout,
+            target_modules=list(cfg.lora.target_modules),
+            task_type="CAUSAL_LM",
+        ),
+        rollout_worker=worker,
+        weight_transfer=sync,
+        callbacks=[RunRecorder(run, pulse, stop, guard, sync.metrics)],
+        pulse=pulse,
+    )
+    packing.install(trainer.model)
+    longest = min(cfg.model.max_model_len // 4, PACKING_CHECK_TOKENS)
+    samples = [prompt_ids(tokenizer, longest)[:longest], prompt_ids(tokenizer, longest)[7 : 7 + longest // 3]]
+    report = packing.check(trainer.model, samples, cfg.trainer.packing_max_abs_logprob_diff)
+    logging.getLogger("trainer").info("packed rows are exact", extra=dataclasses.asdict(report))
+    sync.prove_with(
+        base_weight=functools.partial(base_weight, trainer.model),
+        canary=Canary(prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff),
+    )
+    return trainer, len(rows)
+
+
+def _hub_revision(cfg: Recipe) -> str | None:
+    if cfg.model.source == "local":
+        return None
+    if cfg.model.revision is None:
+        raise RecipeError("model.revision is missing; a Hub model needs its full 40-character commit")
+    return cfg.model.revision
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,24 @@
+"""``python -m services.watchdog``: watch the run that RECIPE and RUN_NAME name, to its end."""
+
+from __future__ import annotations
+
+from services.common import health, log, recipe, signals
+from services.common.errors import run_main
+from services.common.run_dir import RunDir
+
+
+def main() -> int:
+    cfg = recipe.from_environment()
+    run = RunDir.from_environment(cfg.run.name)
+    import httpx
+
+    from services.watchdog import app
+
+    peers = app.peers_from_environment()
+    log.setup("watchdog", run.path)
+    with signals.stop_event() as stop, httpx.Client() as client, health.Pulse("watchdog", run) as pulse:
+        return app.Watchdog(cfg, run, peers, client).watch(pulse, stop)
+
+
+if __name__ == "__main__":
+    run_main(main)

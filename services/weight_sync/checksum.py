@@ -1,0 +1,44 @@
+"""A checksum of a matrix that adds up over its slices, so that tensor-parallel ranks can each sum their own.
+
+``sum over i, j of bits(W[i, j]) * u(i) * v(j)  mod 2**64`` with fixed pseudo-random odd u and v of the position
+in the whole matrix. Every element counts with its exact bits and its place: a changed, moved or missing one
+changes the sum. It guards against accidents, not against an adversary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_ELEMENTS = 1 << 24
+"""Bounds the int64 work space to 128 MiB."""
+
+
+def _weights(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
+    """splitmix64 of the positions, made odd so that no bit of an element is lost. Wraps like any int64."""
+    x = torch.arange(start, stop, dtype=torch.int64, device=device) + seed
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
+
+
+@torch.no_grad()
+def checksum(matrix: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
+    """Checksum of ``matrix``, the slice of a larger one that begins at (first_row, first_column).
+
+    Args: matrix: 1-D (one row) or 2-D, any type.
+    Returns: 0 <= sum < 2**64. Sums of disjoint slices add up, modulo 2**64, to the sum of the whole.
+    """
+    matrix = matrix.detach()
+    if matrix.ndim == 1:
+        matrix = matrix[None]
+    rows, columns = matrix.shape
+    v = _weights(first_column, first_column + columns, 0x632BE59BD9B4E019, matrix.device)
+    total = 0
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    for top in range(0, rows, step):
+        chunk = matrix[top : top + step].contiguous()
+        bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64)
+        u = _weights(first_row + top, first_row + top + len(chunk), 0x1E3779B97F4A7C15, matrix.device)
+        total += int(((bits * v).sum(1) * u).sum())
+    return total % (1 << 64)

@@ -1,0 +1,242 @@
+"""The trainer's side: TRL's ``WeightTransferProtocol`` that sends LoRA factors and proves their delivery.
+
+``AsyncGRPOTrainer(weight_transfer=LoraFactorSync(...))`` calls ``init_weight_transfer`` once and, after each
+step, ``send_weights`` with the factors that ``names.lora_factors`` yields. Called on its own, ``send_weights``
+pauses the server itself and only for the merge: the buffer travels while generation goes on. After ``pause``
+(TRL's own order) it leaves the server paused for ``resume``. Either way a sync that fails resumes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from services.common.recipe import Recipe
+from services.weight_sync import factors, proof, transport
+from services.weight_sync.canary import Canary, CanaryResult
+from services.weight_sync.checksum import checksum
+from services.weight_sync.errors import WeightSyncError
+from services.weight_sync.policy_server import PolicyServer
+
+log = logging.getLogger(__name__)
+
+
+class LoraFactorSync:
+    """Sends A and B of every target; the policy serves ``W0 + scale * B @ A``.
+
+    Args:
+        recipe: its model, lora, policy and weight_sync sections.
+        policy_url: as ``http://policy:8000``.
+        device: where the trainer's factors lie; NCCL needs a GPU of its own there.
+    """
+
+    def __init__(self, recipe: Recipe, policy_url: str, device: torch.device | str = "cpu") -> None:
+        self.version = 0
+        """Of the adapter that is served; each sync adds one."""
+        self.last_timings: dict[str, float] = {}
+        """Of the last sync, seconds but for ``bytes`` and ``version``: pack, transfer, pause, merge, resume, verify,
+        and paused, the time without generation."""
+        self.last_canary: CanaryResult | None = None
+        self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
+        self._settings = recipe.weight_sync
+        self._scale = recipe.lora_scale
+        self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+        self._device = torch.device(device)
+        self._base_weight: proof.BaseWeight | None = None
+        self._canary: Canary | None = None
+        self._transport: transport.Transport | None = None
+        self._layout: factors.Layout | None = None
+        self._layout_sent = False
+        self._buffer: torch.Tensor | None = None
+        self._paused_at: float | None = None
+
+    def prove_with(self, *, base_weight: proof.BaseWeight | None = None, canary: Canary | None = None) -> None:
+        """What the first and each ``canary_every``-th sync is checked against, besides version and factors.
+
+        Args:
+            base_weight: target -> the trainer's pristine weight: base and served weights are then recomputed and
+                compared bit for bit.
+            canary: a prompt and the trainer's scorer: log-probabilities are then compared.
+        """
+        self._base_weight, self._canary = base_weight, canary
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, canary difference."""
+        found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()}
+        if self.last_canary is not None:
+            found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
+        return found
+
+    # -- TRL's protocol --------------------------------------------------------------------------------------
+
+    def init_weight_transfer(self) -> None:
+        """Connect to the policy; also after a trainer that died and left it paused or with an open session.
+
+        Raises: WeightSyncError: the policy is not there, or the group was not formed in time.
+        """
+        self._leave_group()
+        settings, server = self._settings, self._server
+        server.wait_until_healthy(settings.init_timeout_s)
+        if server.is_paused():
+            log.warning("the policy was left paused; resuming it")
+            server.resume()
+        if any(report["session_open"] for report in server.reports(settings.init_timeout_s)):
+            log.warning("the policy was left with an open weight update; closing it")
+            server.finish_update()
+        self._join_group(server.world_size() + 1)
+
+    def pause(self) -> None:
+        """Stop generation. Requests in flight are kept and go on after ``resume``, recomputed from their tokens."""
+        started = time.perf_counter()
+        self._paused_at = started  # before the call: one that times out may still take effect
+        self._server.pause(self._settings.pause_timeout_s)
+        self.last_timings["pause_s"] = time.perf_counter() - started
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Serve the adapter whose PEFT-named factors ``iterator`` yields, and prove that it is served.
+
+        Raises:
+            ValueError: not LoRA factors.
+            WeightSyncError: a phase failed or timed out; the server was resumed and keeps the last adapter.
+            StoppedError: the policy does not serve what was sent.
+        """
+        paused_by_caller = self._paused_at is not None
+        self.last_canary = None
+        self.last_timings = {key: value for key, value in self.last_timings.items() if paused_by_caller}
+        try:
+            self._pack(iterator)
+            self._stage()
+            if not paused_by_caller:
+                self.pause()
+            self._apply()
+        except BaseException:
+            self._abandon()
+            raise
+        if not paused_by_caller:
+            self.resume()
+        self._verify()
+
+    def resume(self) -> None:
+        """Go on generating. Does nothing unless ``pause`` was called, so it is safe after a sync that failed."""
+        if self._paused_at is None:
+            return
+        started = time.perf_counter()
+        self._server.resume()
+        now = time.perf_counter()
+        self.last_timings["resume_s"] = now - started
+        self.last_timings["paused_s"] = now - self._paused_at
+        self._paused_at = None
+
+    def destroy(self) -> None:
+        self._leave_group()
+        self._server.close()
+
+    # -- connection ------------------------------------------------------------------------------------------
+
+    def _join_group(self, world_size: int) -> None:
+        settings, server = self._settings, self._server
+        phase = "connect"
+        try:
+            host = transport.advertised_host(server.host, server.port)
+            store = transport.open_store(host, settings.port, world_size, settings.init_timeout_s)
+        except OSError as error:
+            raise WeightSyncError(
+                server.url, phase,
+                f"cannot listen on weight_sync.port {settings.port}: {error}; another trainer may hold it",
+            ) from error  # fmt: skip
+        group = {
+            "world_size": world_size,
+            "init_timeout_s": settings.init_timeout_s,
+            "transfer_timeout_s": settings.transfer_timeout_s,
+        }
+        joining = transport.background(
+            lambda: transport.join(
+                settings.transport, host=host, port=settings.port, rank=0, device=self._device, store=store, **group
+            )
+        )
+        info = {"transport": settings.transport, "master_address": host, "master_port": settings.port}
+        server.init_transfer({**info, "rank_offset": 1, **group}, settings.init_timeout_s + 5)
+        try:
+            self._transport = joining.result(settings.init_timeout_s)
+        except (transport.TransportError, TimeoutError) as error:
+            raise WeightSyncError(server.url, phase, str(error) or "the group was not formed in time") from error
+        self._layout_sent = False
+
+    def _leave_group(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # -- one sync --------------------------------------------------------------------------------------------
+
+    def _pack(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._transport is None:
+            raise WeightSyncError(self._server.url, "pack", "not connected; call init_weight_transfer first")
+        started = time.perf_counter()
+        pairs = factors.collect(iterator)
+        layout = factors.Layout.of(pairs, self._dtype, self._scale)
+        if layout != self._layout or self._buffer is None:
+            self._layout, self._layout_sent = layout, False
+            self._buffer = layout.empty(self._transport.device)
+        layout.pack(pairs, self._buffer)
+        self.last_timings["bytes"] = self._buffer.numel() * self._buffer.element_size()
+        self.last_timings["pack_s"] = time.perf_counter() - started
+
+    def _stage(self) -> None:
+        assert self._layout is not None and self._buffer is not None and self._transport is not None
+        started = time.perf_counter()
+        info: dict[str, Any] = {"phase": "stage", "version": self.version + 1}
+        if not self._layout_sent:
+            info["layout"] = self._layout.to_json()
+        self._server.start_update()
+        # The first one reads the base of packed layers from the checkpoint, so it gets the longer limit.
+        self._server.update("stage", info, self._settings.init_timeout_s)
+        self._layout_sent = True
+        try:
+            self._transport.broadcast(self._buffer)
+        except transport.TransportError as error:
+            raise WeightSyncError(self._server.url, "transfer", str(error)) from error
+        self.last_timings["transfer_s"] = time.perf_counter() - started
+
+    def _apply(self) -> None:
+        started = time.perf_counter()
+        version = self.version + 1
+        self._server.update("merge", {"phase": "apply", "version": version}, self._settings.transfer_timeout_s + 5)
+        self._server.finish_update(str(version))
+        self.version = version
+        self.last_timings["version"] = version
+        self.last_timings["merge_s"] = time.perf_counter() - started
+
+    def _abandon(self) -> None:
+        """After a failure: close the session and let the server go on with the last adapter."""
+        self._leave_group()  # out of step with the server; only a new connection may be used
+        for step in (self._server.finish_update, self.resume):
+            try:
+                step()
+            except WeightSyncError as error:  # no session was open, or the server is gone: the cause is on its way up
+                log.warning("while giving up a weight sync: %s", error)
+        self._paused_at = None
+
+    # -- proof -----------------------------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        assert self._layout is not None and self._buffer is not None
+        started = time.perf_counter()
+        server, url = self._server, self._server.url
+        timeout_s = self._settings.transfer_timeout_s
+        reports = server.reports(timeout_s)
+        proof.received(reports, self.version, f"{checksum(self._buffer):016x}", url)
+        served = proof.whole_checksums(reports, "targets")
+        if self.version == 1 or self.version % self._settings.canary_every == 0:
+            if self._base_weight is not None:
+                base = proof.base_checksums(served, self._base_weight, self._dtype)
+                proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
+                merged = proof.merged_checksums(self._layout, self._buffer, self._base_weight)
+                proof.same("merged weights", merged, served, url)
+            if self._canary is not None:
+                self.last_canary = self._canary.check(server, self.version, timeout_s)
+        self.last_timings["verify_s"] = time.perf_counter() - started

@@ -1,0 +1,228 @@
+"""The two listeners, with OpenEnv's real applications behind them."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openenv.core.harness.capture.sessions import Upstream
+from openenv.harbor.serving import HarborService
+from starlette.testclient import TestClient
+
+from services.common.errors import NotReadyError
+from services.common.recipe import Recipe
+from services.common.tasks import load_suite
+from services.env import app, http
+from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
+from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.suites import SuiteProvider, load
+
+ROOT = Path(__file__).resolve().parents[3]
+TASKS = ROOT / "data" / "tasks"
+PLACES = app.Places(TASKS, "sandboxes", "env-control", "capture", "http://capture:8101")
+
+
+# --- The capture proxy --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def service(cfg: Recipe) -> HarborService:
+    return app.capture_service(cfg, PLACES)
+
+
+@pytest.fixture
+def capture(service: HarborService) -> TestClient:
+    return TestClient(DataPlane(service.capture.app))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/sessions"), ("POST", "/sessions"), ("GET", "/sessions/x"), ("DELETE", "/sessions/x"),
+        ("GET", "/sessions/x/rollout"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/v1/models"),
+        ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/chat/completions/"), ("POST", "//sessions"),
+        ("PUT", "/v1/chat/completions"), ("GET", "/v1/chat/completions"),
+    ],
+)  # fmt: skip
+def test_sandbox_finds_nothing_but_model_calls(capture: TestClient, method: str, path: str) -> None:
+    assert capture.request(method, path, json={}).status_code == 404
+
+
+def test_admin_key_is_not_needed_to_be_kept_out(service: HarborService, capture: TestClient) -> None:
+    assert capture.get("/sessions", headers={"x-api-key": service.admin_key}).status_code == 404
+
+
+def test_health_says_that_it_lives(capture: TestClient) -> None:
+    assert capture.get("/health").json()["status"] == "ok"
+
+
+def test_only_a_living_sessions_key_is_served(
+    service: HarborService, capture: TestClient, start_policy: Callable[..., str]
+) -> None:
+    session = service.capture.registry.create(upstream=Upstream(llm_url=start_policy() + "/v1", model="policy"))
+    call = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+    def status(key: str) -> int:
+        return capture.post("/v1/chat/completions", json=call, headers={"x-api-key": key}).status_code
+
+    assert status("") == 401
+    assert status("s000000000000000000000000") == 401
+    assert status(session.session_id) == 200
+    service.capture.registry.delete(session.session_id)
+    assert status(session.session_id) == 401
+
+
+def test_call_without_a_length_or_with_a_huge_one_is_refused_unread(
+    capture: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_REQUEST_BYTES", 10)
+    assert capture.post("/v1/chat/completions", content=b"x" * 11).status_code == 413
+    assert capture.post("/v1/chat/completions", content=iter([b"x"])).status_code == 413
+
+
+def test_output_cap_is_the_recipes(service: HarborService, cfg: Recipe) -> None:
+    assert service.capture.app.state.max_output_tokens == cfg.sampling.max_completion_tokens
+
+
+def test_engine_that_was_away_is_asked_again(start_policy: Callable[..., str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pool = FreshUpstreamPool(default_client=None, default_level="text")
+    upstream = Upstream(llm_url=f"http://127.0.0.1:{port}/v1", model="policy")
+    assert asyncio.run(pool.resolve(upstream))[1] == "text"
+    start_policy(port=port)
+    client, level = asyncio.run(pool.resolve(upstream))
+    assert level == "tokens"
+    assert asyncio.run(pool.resolve(upstream))[0] is client
+
+
+# --- The control plane --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def provider(cfg: Recipe) -> SuiteProvider:
+    provider = load(cfg, TASKS)
+    RolloutEnvironment.serve(provider, Scoreboard(), cfg.rollout.outer_timeout_s)
+    return provider
+
+
+def test_task_api_serves_the_pinned_tasks_in_order(cfg: Recipe, provider: SuiteProvider) -> None:
+    pinned = load_suite(TASKS, cfg.tasks.train)
+    with TestClient(app.control_app(cfg)) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/harbor_env/splits").json() == [
+            {"name": cfg.tasks.train, "num_tasks": len(pinned)},
+            {"name": cfg.tasks.heldout, "num_tasks": 4},
+        ]
+        answer = client.post("/harbor_env/task_range", json={"split": cfg.tasks.train, "start": 0, "stop": 100})
+    served = [(task["index"], task["task_name"], task["instruction"]) for task in answer.json()["tasks"]]
+    assert served == [(index, task.name, task.instruction.strip()) for index, task in enumerate(pinned)]
+
+
+def test_control_plane_has_no_web_pages(cfg: Recipe, provider: SuiteProvider) -> None:
+    with TestClient(app.control_app(cfg)) as client:
+        assert client.get("/web").status_code == 404
+
+
+def test_task_that_is_not_served_is_refused_by_number(provider: SuiteProvider) -> None:
+    with pytest.raises(IndexError, match=r"99 out of range \(8 tasks in 'smoke/train'\)"):
+        provider.task_dir("smoke/train", 99)
+    with pytest.raises(ValueError, match="unknown split 'other'"):
+        provider.num_tasks("other")
+
+
+def test_failed_rollout_is_counted_by_cause(provider: SuiteProvider) -> None:
+    board = RolloutEnvironment.board
+    HarborService._instance = None
+    asyncio.run(RolloutEnvironment()._run_rollout("smoke/train", 0, "opencode", "docker", "", False, False))
+    assert board.snapshot() == {"inflight": 0, "done": 1, "failed": {"env": 1}}
+
+
+# --- A client that goes away --------------------------------------------------------------------------------------
+
+
+class Socket:
+    """FAKE websocket of an ASGI server: what the client sends, in order."""
+
+    def __init__(self) -> None:
+        self.sends: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+
+async def call(session: Any, socket: Socket) -> None:
+    async def send(_message: Any) -> None: ...
+
+    await CancelOnDisconnect(session)({"type": "websocket"}, socket.sends.get, send)
+
+
+def test_work_of_a_client_that_is_gone_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def session(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "websocket.receive"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def scene() -> None:
+        socket = Socket()
+        await socket.sends.put({"type": "websocket.receive"})
+        task = asyncio.create_task(call(session, socket))
+        await asyncio.sleep(0.05)
+        assert ended == []
+        await socket.sends.put({"type": "websocket.disconnect"})
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scene())
+    assert ended == ["cancelled"]
+
+
+def test_idle_session_ends_by_reading_the_disconnect() -> None:
+    read: list[str] = []
+
+    async def session(scope: Any, receive: Any, send: Any) -> None:
+        while not read or read[-1] != "websocket.disconnect":
+            read.append((await receive())["type"])
+        await asyncio.sleep(0.05)  # its own clean-up
+        read.append("cleaned up")
+
+    async def scene() -> None:
+        socket = Socket()
+        await socket.sends.put({"type": "websocket.connect"})
+        task = asyncio.create_task(call(session, socket))
+        await asyncio.sleep(0.05)
+        await socket.sends.put({"type": "websocket.disconnect"})
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scene())
+    assert read == ["websocket.connect", "websocket.disconnect", "cleaned up"]
+
+
+def test_error_of_a_session_is_not_swallowed() -> None:
+    async def session(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError, match="bug"):
+        asyncio.run(call(session, Socket()))
+
+
+# --- Start --------------------------------------------------------------------------------------------------------
+
+
+def test_name_that_is_not_ours_is_one_clear_message() -> None:
+    with pytest.raises(NotReadyError, match="no-such-name is no name of this container"):
+        app.bind("no-such-name", 0)
+
+
+def test_taken_port_is_one_clear_message() -> None:
+    with app.bind("localhost", 0) as taken, pytest.raises(NotReadyError, match="Address already in use"):
+        app.bind("localhost", taken.getsockname()[1])
+
+
+def test_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(NotReadyError, match=r"cannot listen on 192\.0\.2\.1"):
+        app.bind("192.0.2.1", 8100)

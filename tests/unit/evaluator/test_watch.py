@@ -1,0 +1,267 @@
+"""Following a run, with real files and a FAKE env and policy-eval: order, restarts, half-written checkpoints."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.common import health, run_dir
+from services.common.errors import NotReadyError
+from services.common.recipe import Recipe
+from services.common.run_dir import Checkpoint, RunDir
+from services.common.signals import StopFlag
+from services.evaluator.app import Evaluator
+from services.evaluator.watch import alarm_on_collapse, identity, watch
+from tests.fakes.evaluation import FakeEnv, result
+from tests.fakes.policy_eval import BASE_NAME, FakePolicyEval
+
+Make = Callable[..., Evaluator]
+AddCheckpoint = Callable[..., Checkpoint]
+
+
+def _end(run: RunDir) -> None:
+    run_dir.write_json(run.result, {"exit_code": 0, "reason": "done", "step": 4})
+
+
+def _arm(model: str) -> str:
+    """``policy`` or the checkpoint of an adapter's name."""
+    return model if model == BASE_NAME else "-".join(model.split("-")[:2])
+
+
+def _ran(env: FakeEnv) -> dict[tuple[str, str], int]:
+    return {(_arm(model), task): count for (model, task), count in env.ran().items()}
+
+
+def test_every_checkpoint_is_evaluated_once_in_order_and_the_base_only_once(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint
+) -> None:
+    for step in (10, 2, 4):
+        add_checkpoint(step)
+    _end(run)
+    assert watch(make_evaluator()) == 0
+    tasks = [task.name for task in env.tasks[:3]]
+    arms = [BASE_NAME, "checkpoint-2", "checkpoint-4", "checkpoint-10"]
+    assert _ran(env) == {(arm, task): 1 for arm in arms for task in tasks}
+    assert [_arm(load["lora_name"]) for load in policy_eval.loads] == arms[1:]
+    summary = json.loads((run.eval / "summary.json").read_text())
+    assert [point["step"] for point in summary["checkpoints"]] == [2, 4, 10]
+    assert (run.eval / "checkpoint-10_results.json").exists() and (run.eval / "curve.png").exists()
+
+
+def test_adapters_are_unloaded_and_their_snapshots_removed(
+    make_evaluator: Make, run: RunDir, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    watch(make_evaluator())
+    assert policy_eval.adapters == {}
+    assert list((run.eval / "adapters").iterdir()) == []
+
+
+def test_a_restart_in_the_middle_of_a_checkpoint_runs_only_the_missing_cells(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint, cfg: Recipe
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    one_at_a_time = cfg.model_copy(update={"evaluator": cfg.evaluator.model_copy(update={"max_inflight": 1})})
+    stop = StopFlag()
+
+    def killed_at_the_fourth(*_: Any) -> Any:
+        if len(env.calls) == 4:
+            stop.set()
+            time.sleep(30)  # the rollout goes on; the process does not wait for it
+        return result()
+
+    env.verdict = killed_at_the_fourth
+    assert watch(make_evaluator(cfg=one_at_a_time, stop=stop)) == 0
+    before = len(run_dir.read_lines(run.eval / "cells.jsonl"))
+    assert before == 3
+    assert not (run.eval / "checkpoint-2_results.json").exists()
+
+    env.verdict = lambda *_: result()
+    env.calls.clear()
+    watch(make_evaluator(cfg=one_at_a_time))
+    assert len(env.calls) == 6 - before
+    lines = run_dir.read_lines(run.eval / "cells.jsonl")
+    assert len({line["key"] for line in lines}) == len(lines) == 6
+    value = json.loads((run.eval / "checkpoint-2_results.json").read_text())
+    assert value["missing_cells"] == 0
+
+
+def test_a_restart_after_the_end_runs_nothing(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    watch(make_evaluator())
+    env.calls.clear()
+    policy_eval.loads.clear()
+    watch(make_evaluator())
+    assert env.calls == [] and policy_eval.loads == []
+
+
+def test_a_checkpoint_without_its_marker_waits_until_it_has_it(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    stop, checkpoint = StopFlag(), add_checkpoint(2, ready=False)
+    watching = threading.Thread(target=watch, args=[make_evaluator(stop=stop)])
+    watching.start()
+    time.sleep(0.3)
+    assert env.calls == []
+    run_dir.write_text(checkpoint.path / run_dir.READY, "now\n")
+    _end(run)
+    watching.join(timeout=20)
+    assert not watching.is_alive()
+    assert len(env.calls) == 6
+
+
+def test_a_truncated_checkpoint_is_left_for_later_and_the_others_are_not(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = add_checkpoint(2).path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    add_checkpoint(4)
+    stop = StopFlag()
+    with caplog.at_level(logging.WARNING):
+        watching = threading.Thread(target=watch, args=[make_evaluator(stop=stop)])
+        watching.start()
+        _until(lambda: (run.eval / "checkpoint-4_results.json").exists())
+        assert any(record.message == "checkpoint is left for later" for record in caplog.records)
+        weights.write_bytes(whole)
+        _until(lambda: (run.eval / "checkpoint-2_results.json").exists())
+        _end(run)
+        watching.join(timeout=20)
+    assert not watching.is_alive()
+
+
+def test_a_checkpoint_that_never_becomes_usable_does_not_keep_an_ended_run_watched(
+    make_evaluator: Make, run: RunDir, add_checkpoint: AddCheckpoint
+) -> None:
+    (add_checkpoint(2).path / "adapter_config.json").unlink()
+    _end(run)
+    assert watch(make_evaluator()) == 0
+
+
+def test_a_step_that_a_resumed_run_wrote_again_is_evaluated_again(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2, fill=1)
+    _end(run)
+    watch(make_evaluator())
+    add_checkpoint(2, fill=2)
+    watch(make_evaluator())
+    models = {model for model, _ in env.ran()}
+    assert len(models) == 3 and BASE_NAME in models
+    assert set(env.ran().values()) == {1}
+
+
+def test_failures_are_tried_again_on_later_passes_and_never_scored_0(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    unlucky = env.tasks[0].name
+    env.verdict = lambda model, task, before: (
+        ConnectionError("gone") if (task, model) == (unlucky, BASE_NAME) and before < 3 else result()
+    )
+    assert watch(make_evaluator()) == 0
+    value = json.loads((run.eval / "checkpoint-2_results.json").read_text())
+    assert value["base"]["pass_at_1"] == 1.0
+    assert value["infrastructure_failures"] == [] and value["missing_cells"] == 0
+    assert _ran(env)[BASE_NAME, unlucky] == 4
+
+
+def test_a_cell_that_always_fails_is_listed_and_given_up(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    unlucky = env.tasks[0].name
+    env.verdict = lambda model, task, _: ConnectionError("gone") if task == unlucky else result()
+    assert watch(make_evaluator()) == 0
+    value = json.loads((run.eval / "checkpoint-2_results.json").read_text())
+    assert {(item["label"], item["task"], item["cause"]) for item in value["infrastructure_failures"]} == {
+        ("base", unlucky, "env"),
+        ("checkpoint-2", unlucky, "env"),
+    }
+    assert value["base"]["tasks"] == 2 and value["paired"]["tasks"] == 2
+
+
+def test_no_more_rollouts_run_at_once_than_the_recipe_allows_and_none_fewer(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint, cfg: Recipe
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    together = threading.Barrier(cfg.evaluator.max_inflight)
+    env.verdict = lambda *_: (together.wait(timeout=10), result())[1]  # breaks unless so many run at once
+    assert watch(make_evaluator()) == 0
+    assert env.most_at_once == cfg.evaluator.max_inflight
+
+
+def test_a_policy_server_that_never_answers_ends_the_watch_with_its_name(
+    make_evaluator: Make, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    policy_eval.healthy = False
+    with pytest.raises(NotReadyError, match=r"/health did not answer within 0 s|/health did not answer within 1 s"):
+        watch(make_evaluator())
+
+
+def test_the_heartbeat_tells_how_far_an_evaluation_is(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(7)
+    _end(run)
+    seen = []
+
+    def look(*_: Any) -> Any:
+        seen.append(health.read_heartbeats(run)["evaluator"])
+        return result()
+
+    env.verdict = look
+    watch(make_evaluator())
+    assert {(beat.phase, beat.step, beat.detail["cells"]) for beat in seen} == {("evaluating", 7, 6)}
+    last = health.read_heartbeats(run)["evaluator"]
+    assert (last.phase, last.detail["cells_done"]) == ("watching", 6)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_collapse_stops_the_run_only_where_the_recipe_says_so(
+    cfg: Recipe, run: RunDir, stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = cfg.model_copy(update={"evaluator": cfg.evaluator.model_copy(update={"collapse_stops": stops})})
+    alarm = {"step": 200, "best_step": 100, "drop": 0.5, "p_value": 0.002}
+    with caplog.at_level(logging.ERROR):
+        alarm_on_collapse(cfg, run, {"collapse_alarms": [alarm]}, step=300)
+        assert not caplog.records
+        alarm_on_collapse(cfg, run, {"collapse_alarms": [alarm]}, step=200)
+    assert [record.message for record in caplog.records] == ["collapse"]
+    assert run.stop_request.exists() is stops
+    if stops:
+        assert "checkpoint-200 is 0.500 below checkpoint-100" in json.loads(run.stop_request.read_text())["reason"]
+
+
+def test_a_collapse_does_not_replace_a_stop_request_that_is_there(cfg: Recipe, run: RunDir) -> None:
+    cfg = cfg.model_copy(update={"evaluator": cfg.evaluator.model_copy(update={"collapse_stops": True})})
+    run_dir.write_json(run.stop_request, {"reason": "first"})
+    alarm_on_collapse(cfg, run, {"collapse_alarms": [{"step": 1, "best_step": 0, "drop": 1.0, "p_value": 0.0}]}, step=1)
+    assert json.loads(run.stop_request.read_text()) == {"reason": "first"}
+
+
+def _until(condition: Callable[[], bool], limit_s: float = 20) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_checkpoint_that_is_written_again_is_another_one(add_checkpoint: AddCheckpoint) -> None:
+    checkpoint = add_checkpoint(2)
+    first = identity(checkpoint)
+    (checkpoint.path / run_dir.READY).unlink()
+    assert identity(checkpoint) == (2, 0.0) != first

@@ -1,0 +1,65 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.common.causes import Cause, failure_cause
+
+
+def rollout(**differs: Any) -> SimpleNamespace:
+    good = {
+        "reward": 1.0, "rollout_type": "train", "n_trainable_tokens": 40, "findings": [], "error": None,
+        "exception_type": None,
+    }  # fmt: skip
+    return SimpleNamespace(**good | differs)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_graded_answer_is_scored_right_or_wrong(reward: float) -> None:
+    assert failure_cause(rollout(reward=reward), training=True) is None
+
+
+@pytest.mark.parametrize(
+    ("exception", "error", "cause"),
+    [
+        ("EnvironmentStartTimeoutError", "", Cause.SANDBOX_CREATE),
+        ("HealthcheckError", "", Cause.SANDBOX_CREATE),
+        ("RuntimeError", "Docker compose command failed for environment x", Cause.SANDBOX_CREATE),
+        ("AgentSetupError", "", Cause.SETUP),
+        ("AgentSetupTimeoutError", "", Cause.SETUP),
+        ("NonZeroAgentExitCodeError", "OpenCode emitted error event(s): boom", Cause.AGENT_CRASH),
+        ("ApiInternalServerError", "", Cause.AGENT_CRASH),
+        ("NonZeroAgentExitCodeError", "OpenCode emitted error event(s): upstream returned 500: x", Cause.POLICY),
+        ("NonZeroAgentExitCodeError", "could not reach engine: refused", Cause.POLICY),
+        ("ValueError", "training requires exact engine token capture", Cause.POLICY),
+        ("VerifierTimeoutError", "", Cause.VERIFIER),
+        ("RewardFileNotFoundError", "", Cause.VERIFIER),
+        ("CancelledError", "", Cause.ENV),
+    ],
+)
+def test_exception_names_the_boundary(exception: str, error: str, cause: Cause) -> None:
+    # Even with a reward: what the verifier made of a broken sandbox is not the agent's answer.
+    assert failure_cause(rollout(exception_type=exception, error=error), training=True) is cause
+
+
+def test_missing_reward_is_the_verifiers_not_zero() -> None:
+    assert failure_cause(rollout(reward=None), training=True) is Cause.VERIFIER
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [{"n_trainable_tokens": 0}, {"rollout_type": "eval"}, {"findings": ["[FATAL] logprob_misalign: turn 0"]}],
+)
+def test_capture_counts_in_training_only(differs: dict[str, Any]) -> None:
+    assert failure_cause(rollout(**differs), training=True) is Cause.CAPTURE
+    assert failure_cause(rollout(**differs), training=False) is None
+
+
+def test_agent_out_of_time_is_scored_when_it_was_graded_and_captured() -> None:
+    assert failure_cause(rollout(exception_type="AgentTimeoutError", error="timed out"), training=True) is None
+
+
+@pytest.mark.parametrize("differs", [{"reward": None}, {"n_trainable_tokens": 0, "findings": ["[FATAL] no_turns: x"]}])
+def test_agent_out_of_time_before_anything_happened_is_unscorable(differs: dict[str, Any]) -> None:
+    found = failure_cause(rollout(exception_type="AgentTimeoutError", **differs), training=True)
+    assert found is Cause.AGENT_TIMEOUT
