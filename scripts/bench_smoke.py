@@ -89,7 +89,8 @@ def main(cold: Annotated[bool, typer.Option(help="remove images and build cache 
     with PeakMemory() as memory:
         images = subprocess.run(["make", "images", "VARIANT=cpu"], cwd=ROOT, check=False).returncode
         built = time.monotonic() - start
-        code = images or subprocess.run(["make", "smoke"], cwd=ROOT, env={**os.environ, "RUN_NAME": name}, check=False).returncode
+        environment = {**os.environ, "RUN_NAME": name}
+        code = images or subprocess.run(["make", "smoke"], cwd=ROOT, env=environment, check=False).returncode
     wall = time.monotonic() - start
 
     this = RunDir(ROOT / "runs" / name)

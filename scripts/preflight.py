@@ -42,6 +42,7 @@ def check_tasks(cfg: Recipe, tasks_dir: Path) -> None:
     train = tasks.load_suite(tasks_dir, cfg.tasks.train)
     heldout = tasks.load_suite(tasks_dir, cfg.tasks.heldout)
     tasks.check_disjoint(train, heldout)
+    tasks.check_image((*train, *heldout), cfg.env.sandbox_image)
 
 
 def check_model(cfg: Recipe, models_dir: Path) -> None:

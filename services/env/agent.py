@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from typing import Any, ClassVar, override
+from typing import Any, ClassVar
 
 from harbor.agents.installed.opencode import OpenCode
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from openenv.harbor import seams
+from typing_extensions import override
 
 from services.common.recipe import Recipe
 from services.env import opencode

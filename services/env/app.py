@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import secrets
@@ -19,11 +20,11 @@ from openenv.harbor import rollout as openenv_rollout
 from openenv.harbor.models import HarborState
 from openenv.harbor.serving import HarborService
 
-from services.common import health, signals
+from services.common import health, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.env import agent, sandbox, suites
+from services.env import agent, manifest, sandbox, suites
 from services.env.docker import inspect
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard
@@ -97,6 +98,8 @@ def serve(cfg: Recipe, run: RunDir) -> int:
         if cfg.env.backend == "docker":
             check_engine(cfg, places.network)
             sweep(run)
+        manifest.write(cfg, run, *provider.suites())
+        record(cfg, run)
         board = Scoreboard()
         prepare(cfg, run, places, provider, board)
         service = capture_service(cfg, places)
@@ -112,7 +115,9 @@ def serve(cfg: Recipe, run: RunDir) -> int:
                 pulse.set("serving", **board.snapshot())
         finally:
             for server in servers:
-                server.stop()
+                server.ask_to_stop()
+            for server in servers:
+                server.join()
             if cfg.env.backend == "docker":
                 sweep(run)
     return 0
@@ -126,7 +131,22 @@ def prepare(cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProv
     overlay = sandbox.write_overlay(cfg, run, places.network)
     openenv_rollout.build_trial_config = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
     agent.register(cfg)
-    RolloutEnvironment.serve(provider, board, cfg.rollout.outer_timeout_s)
+    RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s)
+
+
+def record(cfg: Recipe, run: RunDir) -> None:
+    """Write ``runs/<run>/env.json``: what this service runs with."""
+    sandbox_image = inspect("image", cfg.env.sandbox_image) if cfg.env.backend == "docker" else None
+    run_dir.write_json(
+        run.path / "env.json",
+        {
+            "sandbox_image_id": sandbox_image["Id"] if sandbox_image else None,
+            "openenv": importlib.metadata.version("openenv"),
+            "harbor": importlib.metadata.version("harbor"),
+            "recipe_sha256": cfg.sha256(),
+            "recipe": cfg.model_dump(mode="json"),
+        },
+    )
 
 
 def quiet_libraries() -> None:
@@ -135,6 +155,8 @@ def quiet_libraries() -> None:
         handler.setLevel(logging.INFO)
     for name in ("mcp", "fastmcp", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # At every rollout: that OpenCode cannot count its own steps. The proxy does.
+    logging.getLogger("openenv.harbor.seams").setLevel(logging.ERROR)
 
 
 def keep_only(names: frozenset[str] | set[str]) -> None:
@@ -234,6 +256,9 @@ class Server:
         if not self._thread.is_alive():
             raise RuntimeError(f"the {self._name} server ended")
 
-    def stop(self) -> None:
+    def ask_to_stop(self) -> None:
         self._server.should_exit = True
+
+    def join(self) -> None:
+        """Wait until the open calls are cancelled; what does not end in time ends with the process."""
         self._thread.join(timeout=GRACE_S + 5)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, override
+from typing import Any, ClassVar
 
 from openenv.core.env_server.types import Observation
 from openenv.harbor.environment import HarborEnvironment
+from typing_extensions import override
 
-from services.common.causes import failure_cause
+from services.common import run_dir
+from services.common.causes import Cause, failure_cause
 from services.env.suites import SuiteProvider
+
+PHASES = {
+    "environment_setup": "environment",
+    "agent_setup": "agent_setup",
+    "agent_execution": "agent",
+    "verifier": "verifier",
+}
+"""Harbor's name of a phase -> ours in ``phase_timings``. The rest of ``wall_s`` is healthcheck and teardown."""
 
 
 class Scoreboard:
@@ -45,11 +57,12 @@ class RolloutEnvironment(HarborEnvironment):
 
     suites: ClassVar[SuiteProvider]
     board: ClassVar[Scoreboard]
+    trials: ClassVar[Path]
     outer_timeout_s: ClassVar[float]
 
     @classmethod
-    def serve(cls, suites: SuiteProvider, board: Scoreboard, outer_timeout_s: float) -> None:
-        cls.suites, cls.board, cls.outer_timeout_s = suites, board, outer_timeout_s
+    def serve(cls, suites: SuiteProvider, board: Scoreboard, trials: Path, outer_timeout_s: float) -> None:
+        cls.suites, cls.board, cls.trials, cls.outer_timeout_s = suites, board, trials, outer_timeout_s
         cls.configure(datasets=[split["name"] for split in suites.list_splits()])
 
     def __init__(self) -> None:
@@ -62,12 +75,27 @@ class RolloutEnvironment(HarborEnvironment):
 
     @override
     async def _run_rollout(self, *args: Any, **kwargs: Any) -> str:
-        cause: str | None = "env"  # unless it ends by itself: a cancelled call, or a bug
+        cause: str | None = Cause.ENV  # unless it ends by itself: a cancelled call, or a bug
         self.board.started()
         try:
-            text = await super()._run_rollout(*args, **kwargs)
-            result = SimpleNamespace(**json.loads(text))
-            cause = failure_cause(result, training=result.rollout_type == "train")
-            return text
+            result = json.loads(await super()._run_rollout(*args, **kwargs))
+            cause = failure_cause(SimpleNamespace(**result), training=result["rollout_type"] == "train")
+            if result["trial_name"]:
+                result["phase_timings"] = phase_timings(self.trials / result["trial_name"] / "result.json")
+            return json.dumps(result)
         finally:
             self.board.ended(cause)
+
+
+def phase_timings(trial_result: Path) -> dict[str, float]:
+    """Seconds of each phase of a trial, from Harbor's result file; OpenEnv leaves its field for them empty."""
+    trial = run_dir.read_json(trial_result) or {}
+    return {
+        name: round((_time(trial[phase]["finished_at"]) - _time(trial[phase]["started_at"])).total_seconds(), 3)
+        for phase, name in PHASES.items()
+        if trial.get(phase) and trial[phase].get("finished_at")
+    }
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)

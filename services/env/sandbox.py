@@ -12,13 +12,14 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 from harbor.environments.base import ExecResult
 from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docker_compose_project_name
 from harbor.models.environment_type import EnvironmentType
 from harbor.models.trial.config import TrialConfig
 from harbor.trial.errors import EnvironmentStartTimeoutError
+from typing_extensions import override
 
 from services.common import run_dir
 from services.common.recipe import Recipe

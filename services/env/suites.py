@@ -20,6 +20,10 @@ class SuiteProvider:
     def __init__(self, suites: dict[str, tuple[Task, ...]]) -> None:
         self._suites = suites
 
+    def suites(self) -> tuple[tuple[Task, ...], ...]:
+        """All suites, in the order in which they were given: training, held out."""
+        return tuple(self._suites.values())
+
     def list_splits(self) -> list[dict[str, Any]]:
         return [{"name": name, "num_tasks": len(tasks)} for name, tasks in self._suites.items()]
 
@@ -50,9 +54,10 @@ class SuiteProvider:
     def _reference(self, split: str, index: int) -> dict[str, Any]:
         folder = self.task_dir(split, index)
         task = self._suites[split][index]
-        return HarborTaskRef(
+        reference = HarborTaskRef(
             index=index, task_id=str(folder), task_name=task.name, dataset=split, instruction=task.instruction.strip()
-        ).model_dump()
+        )
+        return dict(reference.model_dump())
 
 
 def load(cfg: Recipe, tasks_dir: Path) -> SuiteProvider:

@@ -28,6 +28,8 @@ CANARY_PROMPT = (
     "You are a careful engineer. List the files of the working directory, read the one that the question names, "
     "and write the answer to answer.txt. Use the bash tool for every step, one command at a time."
 )
+ZERO_BYTES = b"\0\x80"
+"""All that 0.0 and -0.0 are made of, in any floating-point format."""
 _FACTOR = re.compile(r"\.(?P<module>[A-Za-z0-9_]+)\.lora_(?P<factor>[AB])\.(?:default\.)?weight$")
 
 
@@ -136,7 +138,7 @@ def _all_b_zero(path: Path, header: Mapping[str, Mapping[str, Any]], data_start:
             if ".lora_B." in key:
                 start, end = entry["data_offsets"]
                 stream.seek(data_start + start)
-                if stream.read(end - start).strip(b"\0"):
+                if stream.read(end - start).strip(ZERO_BYTES):
                     return False
     return True
 

@@ -13,6 +13,7 @@ from services.common import log, recipe, run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.policy.argv import Device, Role, argv, environment
+from services.policy.reasoning import reasoning_flags
 
 SAMPLING_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
@@ -28,7 +29,8 @@ def serve(role: Role) -> int:
     device = installed_device()
     check_machine(device, Path("/proc/cpuinfo"))
     folder = check_model(cfg)
-    command = argv(cfg, role, device, sys.executable)
+    revision = cfg.model.revision if cfg.model.source == "hub" else None
+    command = argv(cfg, role, device, sys.executable, reasoning_flags(cfg.model_location(), revision))
     variables = environment(cfg, role, device)
     record(cfg, role, device, folder, logger)
     logger.info("starting vLLM", extra={"argv": command[1:], "environment": variables})
@@ -97,7 +99,6 @@ def record(cfg: Recipe, role: Role, device: Device, folder: Path | None, logger:
     value = {
         "role": role,
         "device": device,
-        "image_id": os.environ.get("IMAGE_ID"),
         "vllm": importlib.metadata.version("vllm"),
         "recipe_sha256": cfg.sha256(),
         "recipe": cfg.model_dump(mode="json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,19 +22,23 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank takes; a contract test compares it with vLLM's own list."""
 
 
-def argv(recipe: Recipe, role: Role, device: Device, python: str = "python") -> list[str]:
+def argv(
+    recipe: Recipe, role: Role, device: Device, python: str = "python", reasoning: Sequence[str] = ()
+) -> list[str]:
     """Command that serves the policy on port 8000.
 
     ``train``: weights are replaced by the trainer's factors after each step, under one fixed model name.
     ``eval``: pristine base weights, adapters loaded at run time. Never both: an adapter over merged weights would
     apply the change twice.
     Args: python: the interpreter; vLLM is started as a module, so that no console script has to be installed.
+        reasoning: ``reasoning.reasoning_flags`` of the model.
     """
     return [
         python, "-m", "vllm.entrypoints.cli.main", "serve", recipe.model_location(),
         *_model(recipe),
         *_fidelity(),
         *_tools(),
+        *reasoning,
         *_capacity(recipe, device),
         *(_cpu_build() if device == "cpu" else []),
         *(_weight_transfer() if role == "train" else _adapters(recipe)),

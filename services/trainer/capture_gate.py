@@ -43,6 +43,7 @@ class Rollout(Protocol):
     param_fixes: Sequence[str]
     atif: str
     n_trainable_tokens: int
+    exception_type: str | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def _of_the_session(rollout: Rollout) -> Iterator[Breach]:
         # OpenEnv labels a session's only calls as the agent's, also when they are titles or summaries.
         yield Breach("no_agent_call", "no model call offered tools: titles or summaries only")
     if rollout.turns and rollout.atif == "none":
-        yield Breach("no_agent_log", "OpenCode left no log to check the captured turns against")
+        # OpenCode logs a step when it has ended: one that is stopped in its first step has nothing to compare.
+        stopped = rollout.exception_type == "AgentTimeoutError"
+        yield Breach("no_agent_log", "OpenCode left no log to check the captured turns against", not stopped)
 
 
 def _of_the_turns(rollout: Rollout, sampling: Sampling) -> Iterator[Breach]:

@@ -48,6 +48,8 @@ class RolloutRecord:
     trainable_tokens: int = 0
     sandbox_s: float = 0.0
     """Environment start to teardown, as the env server measured it."""
+    agent_s: float = 0.0
+    """Of it, the agent's own time; the rest is what a sandbox costs."""
     wall_s: float = 0.0
     """The whole call, as the trainer saw it."""
     at: str = field(default_factory=run_dir.utc_now)

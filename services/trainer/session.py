@@ -243,7 +243,7 @@ class HarborSession(ResourceSession):
             retry=retry_if_not_exception_type(SessionClosed),
             wait=wait_exponential(multiplier=0.5, max=10),
             stop=stop_after_delay(self._cfg.rollout.setup_timeout_s),
-            sleep=self._closed.wait,
+            sleep=self._pause,
             reraise=True,
         ):
             with attempt:
@@ -259,6 +259,9 @@ class HarborSession(ResourceSession):
                 self._client.connect()
                 return self._client
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _pause(self, seconds: float) -> None:
+        self._closed.wait(seconds)
 
     def _judge(self, result: HarborRolloutResult, found: list[Breach]) -> TrainingTrace:
         if (cause := failure_cause(result, training=True)) is not None and cause is not Cause.CAPTURE:
@@ -296,6 +299,7 @@ class HarborSession(ResourceSession):
             tool_calls=sum(len(turn.tool_calls) for turn in result.turns) if result else 0,
             trainable_tokens=result.n_trainable_tokens if result else 0,
             sandbox_s=result.wall_s if result else 0.0,
+            agent_s=result.phase_timings.get("agent", 0.0) if result else 0.0,
             wall_s=round(wall_s, 2),
         )
         rollout_log.write(self._run, record, result)

@@ -75,9 +75,16 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
     from peft import LoraConfig
     from transformers import AutoConfig, AutoTokenizer
     from trl.chat_template_utils import lfm2_2_5_template
+
+    from services.trainer import packing
+
+    source = {"pretrained_model_name_or_path": cfg.model_location(), "revision": _hub_revision(cfg)}
+    # Before anything of TRL's internals is imported: another release would end in an ImportError of its own.
+    packing.require_supported(trl.__version__, AutoConfig.from_pretrained(**source).model_type)
+
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, cpu, grpo, packing, reward
+    from services.trainer import attention, cpu, grpo, reward
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.session import HarborSessionFactory
@@ -86,10 +93,8 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
     from services.weight_sync.names import base_weight
 
     peers = Peers.from_environment()
-    source = {"pretrained_model_name_or_path": cfg.model_location(), "revision": _hub_revision(cfg)}
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
-    packing.require_supported(trl.__version__, AutoConfig.from_pretrained(**source).model_type)
     attention.install(cfg.trainer.attn_implementation)
     if on_cpu:
         cpu.install()

@@ -24,7 +24,9 @@ class PolicyServer:
     def __init__(self, url: str, model: str) -> None:
         self.url = url.rstrip("/")
         self.model = model
-        self._http = httpx.Client(base_url=self.url, trust_env=False)
+        # A connection a call: vLLM's server closes one after an error and after 5 s without a request, and a call
+        # that meets the closing (the resume after a failed merge, say) would be lost.
+        self._http = httpx.Client(base_url=self.url, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def host(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,8 +41,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
 
     models = tmp_path_factory.mktemp("models")
     make_random_lfm2(models / "random-lfm2")
-    recipe = small_recipe(sync_port=free_port())
-    port = free_port()
+    port, sync_port = free_ports(2)
+    recipe = small_recipe(sync_port)
     os.environ["MODELS_DIR"] = str(models)
     command = argv(recipe, "train", "cpu", sys.executable)
     command[command.index("--port") + 1] = str(port)
@@ -110,9 +111,11 @@ def make_random_lfm2(folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ones: all are held until the last is found."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -126,7 +126,6 @@ def _probe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.xfail(strict=True, reason="health._main reads RUN_DIR, which compose.yaml does not set")
 def test_the_heartbeat_probe_works_with_what_compose_gives_a_container(run: RunDir) -> None:
     """compose.yaml sets RUNS_DIR, RECIPE and RUN_NAME, and no more."""
     given = {"RUNS_DIR": str(run.path.parent), "RUN_NAME": "test", "RECIPE": str(ROOT / "data/recipes/smoke.toml")}

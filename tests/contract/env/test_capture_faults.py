@@ -44,6 +44,7 @@ def captured(cfg: Recipe, policy_url: str, *, turns: int = 1, tools: bool = True
         findings=[*document["validation"], *rows],
         param_fixes=[],
         atif="match",
+        exception_type=None,
         n_trainable_tokens=sum(sum(turn.loss_mask) for turn in found if turn.trainable and not turn.discarded),
     )
 

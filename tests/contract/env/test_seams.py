@@ -220,6 +220,6 @@ def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:
     assert inspect.iscoroutinefunction(HarborEnvironment._run_rollout)
     assert "timeout_s" in inspect.signature(MCPEnvironment.step_async).parameters
     provider = load(cfg, ROOT / "data" / "tasks")
-    RolloutEnvironment.serve(provider, Scoreboard(), 5.0)
+    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0)
     assert RolloutEnvironment()._provider is provider
     assert "_provider" in HarborEnvironment.get_task.__code__.co_names

@@ -1,6 +1,7 @@
 """The two listeners, with OpenEnv's real applications behind them."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from services.common.recipe import Recipe
 from services.common.tasks import load_suite
 from services.env import app, http
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
-from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.rollouts import RolloutEnvironment, Scoreboard, phase_timings
 from services.env.suites import SuiteProvider, load
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,7 +106,7 @@ def test_engine_that_was_away_is_asked_again(start_policy: Callable[..., str]) -
 @pytest.fixture
 def provider(cfg: Recipe) -> SuiteProvider:
     provider = load(cfg, TASKS)
-    RolloutEnvironment.serve(provider, Scoreboard(), cfg.rollout.outer_timeout_s)
+    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), cfg.rollout.outer_timeout_s)
     return provider
 
 
@@ -226,3 +227,13 @@ def test_taken_port_is_one_clear_message() -> None:
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(NotReadyError, match=r"cannot listen on 192\.0\.2\.1"):
         app.bind("192.0.2.1", 8100)
+
+
+def test_phases_of_a_rollout_are_harbors(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    at = "2026-11-29T15:22:5{}Z".format
+    path.write_text(
+        json.dumps({"agent_execution": {"started_at": at("1.000000"), "finished_at": at("3.250000")}, "verifier": None})
+    )
+    assert phase_timings(path) == {"agent": 2.25}
+    assert phase_timings(tmp_path / "missing.json") == {}

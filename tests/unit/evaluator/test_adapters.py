@@ -128,6 +128,16 @@ def test_an_adapter_of_which_every_b_is_zero_is_known_as_such(tmp_path: Path, cf
     assert adapters.inspect(tmp_path, cfg.lora) is False
 
 
+def test_minus_zero_is_zero_too(tmp_path: Path, cfg: Recipe) -> None:
+    write_adapter(tmp_path, cfg, fill=0)
+    weights = tmp_path / adapters.WEIGHTS
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-4] + struct.pack("<f", -0.0))
+    assert adapters.inspect(tmp_path, cfg.lora) is True
+    weights.write_bytes(data[:-4] + struct.pack("<f", -1e-12))
+    assert adapters.inspect(tmp_path, cfg.lora) is False
+
+
 def test_loading_tells_the_server_name_and_path_and_returns_the_canary_s_difference(
     policy: PolicyEval, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint, tmp_path: Path, cfg: Recipe
 ) -> None:

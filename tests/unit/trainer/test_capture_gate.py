@@ -29,7 +29,7 @@ def turn(number: int = 0, prompt: Ids = (1, 2, 3), completion: Ids = (4, 5), **d
 def rollout(*turns: Any, **differs: Any) -> Any:
     good = {
         "rollout_type": "train", "turns": turns or (turn(), turn(1, (1, 2, 3, 4, 5, 6))), "findings": [],
-        "param_fixes": [], "atif": "match", "n_trainable_tokens": 4,
+        "param_fixes": [], "atif": "match", "n_trainable_tokens": 4, "exception_type": None,
     }  # fmt: skip
     return SimpleNamespace(**good | differs)
 
@@ -79,6 +79,12 @@ def test_breach_of_a_turn_is_fatal(name: str, differs: dict[str, Any]) -> None:
 
 def test_session_of_titles_only_is_not_the_agents() -> None:
     assert names(rollout(turn(n_tools=0)), fatal=True) == ["no_agent_call"]
+
+
+def test_agent_that_was_stopped_in_its_first_step_need_have_no_log() -> None:
+    found = rollout(turn(), atif="none", exception_type="AgentTimeoutError")
+    assert names(found, fatal=True) == []
+    assert names(found, fatal=False) == ["no_agent_log"]
 
 
 def test_history_that_was_rewritten_is_counted() -> None:
