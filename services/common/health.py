@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -83,7 +84,9 @@ class Pulse:
 
     def _renew(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self.set()
+            # A disk that is full for a moment must not end the beat, and so a healthy run.
+            with contextlib.suppress(OSError):
+                self.set()
 
 
 def read_heartbeats(run: run_dir.RunDir) -> dict[str, Heartbeat]:

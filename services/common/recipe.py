@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -186,9 +187,16 @@ class Trainer(Section):
     """Allowed mean importance ratio at staleness 0; outside it is an alarm."""
     ratio_patience: Positive = 5
     """Steps in a row outside the bounds after which the run stops."""
+    report_to: Literal["none", "trackio", "wandb"] = "none"
     packing_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.05
     """Start-up check: largest difference of a packed sample from the same sample alone."""
-    report_to: Literal["none", "trackio", "wandb"] = "none"
+
+    @model_validator(mode="after")
+    def _bounds_hold_one(self) -> Trainer:
+        low, high = self.ratio_bounds
+        if not low <= 1.0 <= high:
+            raise ValueError(f"trainer.ratio_bounds is [{low}, {high}]; it must be [lowest, highest] around 1")
+        return self
 
 
 class Evaluator(Section):
@@ -297,13 +305,16 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist; set RECIPE to a file in data/recipes/") from None
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}; it must be a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     try:
-        return Recipe.model_validate(values)
+        # Through JSON, where strict means "no conversion" and a list still is a tuple: "4" and true are no numbers.
+        return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise RecipeError(f"recipe {path} is refused:\n" + "\n".join(_messages(error))) from None
 
@@ -317,7 +328,7 @@ def from_environment() -> Recipe:
     if name := os.environ.get("RUN_NAME"):
         overrides["run.name"] = name
     if steps := os.environ.get("MAX_STEPS"):
-        if not steps.isdigit():
+        if not re.fullmatch("[1-9][0-9]*", steps):
             raise RecipeError(f"MAX_STEPS is {steps!r}; it must be a positive whole number")
         overrides["trainer.max_steps"] = int(steps)
     return load(Path(path), overrides)

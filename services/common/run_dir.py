@@ -58,20 +58,26 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line with a single write, so that writers in several processes never mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(value, sort_keys=True, default=str) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data  # a line that a crash cut short must not swallow this one
         os.write(descriptor, data)
     finally:
         os.close(descriptor)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete JSON lines; a last line cut by a crash is left out."""
+    """All complete JSON lines; one cut by a crash is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in complete.splitlines() if line.strip()]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            if isinstance(value := json.loads(line), dict):
+                found.append(value)
+    return found
 
 
 @dataclass(frozen=True)

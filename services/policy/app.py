@@ -12,7 +12,7 @@ from pathlib import Path
 from services.common import log, recipe, run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
-from services.policy.argv import Device, Role, argv, environment
+from services.policy.argv import Device, Role, argv, environment, hub_revision
 from services.policy.reasoning import reasoning_flags
 
 SAMPLING_KEYS = (
@@ -29,8 +29,8 @@ def serve(role: Role) -> int:
     device = installed_device()
     check_machine(device, Path("/proc/cpuinfo"))
     folder = check_model(cfg)
-    revision = cfg.model.revision if cfg.model.source == "hub" else None
-    command = argv(cfg, role, device, sys.executable, reasoning_flags(cfg.model_location(), revision))
+    reasoning = reasoning_flags(cfg.model_location(), hub_revision(cfg))
+    command = argv(cfg, role, device, reasoning=reasoning, python=sys.executable)
     variables = environment(cfg, role, device)
     record(cfg, role, device, folder, logger)
     logger.info("starting vLLM", extra={"argv": command[1:], "environment": variables})

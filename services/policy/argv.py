@@ -30,8 +30,9 @@ def argv(
     ``train``: weights are replaced by the trainer's factors after each step, under one fixed model name.
     ``eval``: pristine base weights, adapters loaded at run time. Never both: an adapter over merged weights would
     apply the change twice.
-    Args: python: the interpreter; vLLM is started as a module, so that no console script has to be installed.
-        reasoning: ``reasoning.reasoning_flags`` of the model.
+    Args:
+        reasoning: flags of the reasoning parser, for a model that needs one (``reasoning.reasoning_flags``).
+        python: the interpreter; vLLM is started as a module, so that no console script has to be installed.
     """
     return [
         python, "-m", "vllm.entrypoints.cli.main", "serve", recipe.model_location(),
@@ -70,10 +71,22 @@ def environment(recipe: Recipe, role: Role, device: Device) -> dict[str, str]:
     return found
 
 
+def hub_revision(recipe: Recipe) -> str | None:
+    """Full commit of a Hub model; None for a local one, whose revision is the hash of its weights.
+
+    Raises: RecipeError: a Hub model without one.
+    """
+    if recipe.model.source == "local":
+        return None
+    if recipe.model.revision is None:
+        raise RecipeError("model.revision is missing; a Hub model needs its full 40-character commit")
+    return recipe.model.revision
+
+
 def _model(recipe: Recipe) -> list[str]:
-    revision = ["--revision", recipe.model.revision] if recipe.model.source == "hub" and recipe.model.revision else []
+    revision = hub_revision(recipe)
     return [
-        *revision,
+        *(["--revision", revision] if revision else []),
         "--served-model-name", recipe.policy.served_model_name,
         "--host", "0.0.0.0",
         "--port", str(PORT),

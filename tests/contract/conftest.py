@@ -44,7 +44,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
     port, sync_port = free_ports(2)
     recipe = small_recipe(sync_port)
     os.environ["MODELS_DIR"] = str(models)
-    command = argv(recipe, "train", "cpu", sys.executable)
+    command = argv(recipe, "train", "cpu", python=sys.executable)
     command[command.index("--port") + 1] = str(port)
     command[command.index("--host") + 1] = "127.0.0.1"
     log = models / "vllm.log"

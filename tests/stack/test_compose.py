@@ -69,7 +69,11 @@ def test_trainer_waits_for_policy_env_and_watchdog(stack: dict) -> None:
 
 def test_run_directory_and_tasks_have_one_path_inside_and_out(stack: dict) -> None:
     for name in ("env", "trainer", "evaluator"):
-        same = [v for v in stack["services"][name]["volumes"] if v["target"] in (str(ROOT / "runs"), str(ROOT / "data/tasks"))]
+        same = [
+            v
+            for v in stack["services"][name]["volumes"]
+            if v["target"] in (str(ROOT / "runs"), str(ROOT / "data/tasks"))
+        ]
         assert len(same) == 2, name
         assert all(volume["source"] == volume["target"] for volume in same)
 

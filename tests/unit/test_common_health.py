@@ -87,7 +87,6 @@ def test_many_threads_may_report_at_once(run: RunDir) -> None:
         assert read_heartbeats(run)["evaluator"].detail == {f"t{n}": 49 for n in range(4)}
 
 
-@pytest.mark.xfail(strict=True, reason="Pulse._renew ends at the first OSError, and the heartbeat with it")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_heartbeat_that_could_not_be_written_once_is_renewed_later(
     run: RunDir, monkeypatch: pytest.MonkeyPatch

@@ -93,13 +93,13 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
     run_dir.append_line(path, {"step": 1})
     whole = path.read_bytes()
     run_dir.append_line(path, {"step": 2})
-    for cut in range(len(whole), len(path.read_bytes())):
+    whole_too = len(path.read_bytes()) - 1  # without its line end the record is complete all the same
+    for cut in range(len(whole), whole_too):
         damaged = tmp_path / f"cut-{cut}"
         damaged.write_bytes(path.read_bytes()[:cut])
         assert run_dir.read_lines(damaged) == [{"step": 1}], cut
 
 
-@pytest.mark.xfail(strict=True, reason="append_line writes on behind the cut line, and read_lines then fails")
 def test_what_is_appended_after_a_line_that_a_crash_cut_off_is_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     run_dir.append_line(path, {"step": 1})
