@@ -45,7 +45,7 @@ lock: ## Renew hashed locks and base digests
 	scripts/lock.sh
 
 ##@ Check
-.PHONY: test test-unit test-contract test-stack check
+.PHONY: test test-unit test-contract test-stack check fidelity
 test: images $(VENV)/ready ## All tests: unit, contract, stack
 	scripts/test.sh unit contract stack
 
@@ -57,6 +57,9 @@ test-contract: images $(VENV)/ready ## The seams between the parts, inside the i
 
 test-stack: images $(VENV)/ready ## Real compose, real sandboxes
 	scripts/test.sh stack
+
+fidelity: images $(VENV)/ready ## Is what is trained exactly what is sampled? One table, on a policy of its own
+	$(RUN) scripts.fidelity --variant $(VARIANT)
 
 check: $(VENV)/ready ## Lint, types, compose files, recipes
 	scripts/check.sh

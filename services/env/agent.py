@@ -13,8 +13,10 @@ from harbor.models.agent.context import AgentContext
 from openenv.harbor import seams
 from typing_extensions import override
 
+from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.env import opencode
+from services.env.docker import DockerError, docker
 from services.env.sandbox import Sandbox
 
 HARNESS = "opencode"
@@ -33,7 +35,7 @@ class BakedOpenCode(OpenCode):
     Harbor's own class installs node and the newest OpenCode over the network in every sandbox.
     """
 
-    _checked_images: ClassVar[set[str]] = set()
+    checked_images: ClassVar[set[str]] = set()
     """Ids of images whose binary has the right version: asking it takes 0.7 s of CPU, and an id never changes."""
 
     @override
@@ -47,7 +49,7 @@ class BakedOpenCode(OpenCode):
         Raises: AgentSetupError: no binary, another version, or no right to make the user.
         """
         image = environment.image_id if isinstance(environment, Sandbox) else None
-        known = image in self._checked_images
+        known = image in self.checked_images
         script = _user_script(environment.task_env_config.workdir)
         result = await environment.exec(script if known else _VERSION_SCRIPT + script, user="root")
         output = (result.stdout or "").strip()
@@ -57,7 +59,7 @@ class BakedOpenCode(OpenCode):
                 "set env.sandbox_image and the task's docker_image to an image that carries this version"
             )
         if image:
-            self._checked_images.add(image)
+            self.checked_images.add(image)
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
@@ -79,6 +81,24 @@ def _user_script(workdir: str | None) -> str:
         f"{{ id -u {USER} > /dev/null 2>&1 || echo '{USER}:x:{UID}:{UID}::{HOME}:/bin/bash' >> /etc/passwd; }} && "
         f"mkdir -p {home} && chown -R {UID}:{UID} {home} {work}"
     )
+
+
+def check_image(cfg: Recipe, image_id: str) -> None:
+    """Ask the sandbox image's OpenCode for its version before any rollout does.
+
+    Raises: NotReadyError: there is none, or another version than the recipe's.
+    """
+    command = ("run", "--rm", "--network", "none", image_id, "opencode", "--version")
+    try:
+        found = docker(*command).strip()
+    except DockerError as error:
+        raise NotReadyError(f"image {cfg.env.sandbox_image} has no OpenCode that starts: {error}") from None
+    if found != cfg.env.opencode_version:
+        raise NotReadyError(
+            f"image {cfg.env.sandbox_image} carries OpenCode {found!r}, env.opencode_version is "
+            f"{cfg.env.opencode_version!r}; build the image with that version, or change the recipe"
+        )
+    BakedOpenCode.checked_images.add(image_id)
 
 
 def register(cfg: Recipe) -> None:

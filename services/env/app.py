@@ -202,9 +202,11 @@ def control_app(cfg: Recipe) -> Any:
 
 
 def check_engine(cfg: Recipe, network: str) -> None:
-    """Raises: NotReadyError: no engine, no sandbox image, or a network with a way out."""
-    if inspect("image", cfg.env.sandbox_image) is None:
+    """Raises: NotReadyError: no engine, no sandbox image with the right OpenCode, or a network with a way out."""
+    image = inspect("image", cfg.env.sandbox_image)
+    if image is None:
         raise NotReadyError(f"image {cfg.env.sandbox_image} is not on this engine; build it with `make images`")
+    agent.check_image(cfg, image["Id"])
     found = inspect("network", network)
     if found is None:
         raise NotReadyError(f"network {network} does not exist; compose.yaml makes it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -18,16 +19,37 @@ from services.common.errors import RecipeError, run_main
 from services.common.run_dir import RunDir
 from services.evaluator.app import Announce, Evaluator, Peers, StoppedEarlyError
 from services.evaluator.cells import Cell, Outcome
+from services.evaluator.checkpoints import Source
+from services.evaluator.results import split_names
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
 @app.command()
-def watch() -> None:
+def watch(
+    from_hub: Annotated[
+        bool, typer.Option("--hub", help="follow the Hub repository ADAPTER_REPO, not the run's folder")
+    ] = False,
+) -> None:
     """Evaluate every checkpoint of the run as it appears, until training has ended."""
     from services.evaluator import watch as following
 
-    run_main(lambda: _with_evaluator(following.watch))
+    def work(evaluator: Evaluator) -> int:
+        return following.watch(evaluator, _hub_source(evaluator) if from_hub else None)
+
+    run_main(lambda: _with_evaluator(work))
+
+
+def _hub_source(evaluator: Evaluator) -> Source:
+    """Raises: RecipeError: ADAPTER_REPO is not set, or names no repository."""
+    from services.evaluator import hub
+
+    repo = os.environ.get("ADAPTER_REPO", "")
+    if not repo:
+        raise RecipeError("ADAPTER_REPO is not set; it names the Hub repository that the trainer pushes to")
+    reference = hub.Reference.parse(f"{hub.PREFIX}{repo}")
+    into = evaluator.run.eval / hub.MIRROR
+    return hub.HubSource(hub.AdapterRepo(reference.repo), into, evaluator.cfg.trainer.max_steps)
 
 
 @app.command()
@@ -41,7 +63,7 @@ def final() -> None:
 
 @app.command("eval")
 def evaluate(
-    checkpoint: Annotated[str, typer.Option(help="a step, best, final, or base")] = "final",
+    checkpoint: Annotated[str, typer.Option(help="a step, best, final, base, or hub:owner/name@rev")] = "final",
     n: Annotated[int | None, typer.Option(min=1, help="first N held-out tasks; default: evaluator.watch_tasks")] = None,
     tasks: Annotated[str, typer.Option(help="names of held-out tasks, separated by commas")] = "",
     greedy: Annotated[bool, typer.Option(help="temperature 0 instead of the recipe's")] = False,
@@ -49,7 +71,7 @@ def evaluate(
     """Base and any checkpoint on chosen held-out tasks."""
     from services.evaluator import final as single
 
-    names = [name for name in tasks.split(",") if name]
+    names = split_names(tasks)
     console = Console()
     run_main(
         lambda: _with_evaluator(
@@ -74,8 +96,9 @@ def _with_evaluator(work: Callable[[Evaluator], int], *, console: Console | None
         announce = _printer(console)
     with signals.stop_event() as stop, health.Pulse("evaluator", run) as pulse:
         evaluator = Evaluator(
-            cfg, run, Peers.from_environment(), Path(tasks_dir), pulse, stop, greedy=greedy, announce=announce
-        )
+            cfg, run, Peers.from_environment(), Path(tasks_dir), pulse, stop,
+            greedy=greedy, images=json.loads(os.environ.get("IMAGE_IDS") or "null"), announce=announce,
+        )  # fmt: skip
         try:
             return work(evaluator)
         except StoppedEarlyError:

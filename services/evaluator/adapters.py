@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from services.common import recipe as recipes
 from services.common.errors import NotReadyError
 from services.common.recipe import Lora
 from services.common.run_dir import Checkpoint
+from services.evaluator.tensors import TensorFile, TruncatedError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -35,6 +34,10 @@ _FACTOR = re.compile(r"\.(?P<module>[A-Za-z0-9_]+)\.lora_(?P<factor>[AB])\.(?:de
 
 class AdapterNotReadyError(Exception):
     """The adapter is truncated, changing, or not the one the recipe describes: left for later."""
+
+
+class NotInEffectError(AdapterNotReadyError):
+    """The server took the adapter, and answers as the base does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,10 @@ def inspect(folder: Path, lora: Lora) -> bool:
 
     Raises: AdapterNotReadyError: truncated, another rank, a module without its A or B, or a target without any.
     """
-    header, data_start = _safetensors_header(folder / WEIGHTS)
+    try:
+        weights = TensorFile.open(folder / WEIGHTS)
+    except TruncatedError as error:
+        raise AdapterNotReadyError(str(error)) from None
     config = _read_config(folder / CONFIG)
     if (config.get("r"), config.get("lora_alpha")) != (lora.r, lora.alpha):
         raise AdapterNotReadyError(
@@ -92,7 +98,7 @@ def inspect(folder: Path, lora: Lora) -> bool:
         )
     factors: dict[str, set[str]] = {}
     modules = set()
-    for key in header:
+    for key in weights.header:
         match = _FACTOR.search(key)
         if match is None:
             raise AdapterNotReadyError(f"tensor {key} is no LoRA factor")
@@ -102,26 +108,7 @@ def inspect(folder: Path, lora: Lora) -> bool:
         raise AdapterNotReadyError(f"{len(single)} modules lack their A or B, {single[0]} first")
     if modules != set(lora.target_modules):
         raise AdapterNotReadyError(f"its modules are {sorted(modules)}, the recipe has {sorted(lora.target_modules)}")
-    return _all_b_zero(folder / WEIGHTS, header, data_start)
-
-
-def _safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Tensor name -> its header entry, and where the data start. Format: 8 bytes of length, JSON, data."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise AdapterNotReadyError(f"{path.name} is truncated: {size} bytes hold no whole header")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise AdapterNotReadyError(f"{path.name} has no readable header") from None
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if not header or end != size:
-        raise AdapterNotReadyError(f"{path.name} is truncated: {size} bytes, its header says {end}")
-    return header, 8 + length
+    return not any(weights.read(key).strip(ZERO_BYTES) for key in weights.header if ".lora_B." in key)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -130,17 +117,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     except ValueError:
         raise AdapterNotReadyError(f"{path.name} is not valid JSON") from None
     return value if isinstance(value, dict) else {}
-
-
-def _all_b_zero(path: Path, header: Mapping[str, Mapping[str, Any]], data_start: int) -> bool:
-    with path.open("rb") as stream:
-        for key, entry in header.items():
-            if ".lora_B." in key:
-                start, end = entry["data_offsets"]
-                stream.seek(data_start + start)
-                if stream.read(end - start).strip(ZERO_BYTES):
-                    return False
-    return True
 
 
 class PolicyEval:
@@ -166,7 +142,7 @@ class PolicyEval:
         """Load the adapter and prove that it is the one that answers.
 
         Returns: largest absolute difference of the canary prompt's log-probabilities from the base's, in nats.
-        Raises: AdapterNotReadyError: the server refuses it, or answers as the base does.
+        Raises: AdapterNotReadyError: the server refuses it. NotInEffectError: it answers as the base does.
         """
         if adapter.name not in self.models():
             body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
@@ -177,7 +153,7 @@ class PolicyEval:
         # A stray response of the base, or an adapter of which no module matched, gives the base's own values again.
         if difference <= noise and not adapter.zero:
             self.unload(adapter.name)
-            raise AdapterNotReadyError(
+            raise NotInEffectError(
                 f"{adapter.label}: canary log-probabilities differ from the base's by {difference:.3g}, and the "
                 f"base's from themselves by {noise:.3g}; the adapter is not in effect"
             )

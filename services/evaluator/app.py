@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from services.common.health import Pulse
 from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.common.signals import StopFlag
-from services.evaluator import adapters, cells, curve, pool, results, rollout
+from services.evaluator import adapters, cells, checkpoints, curve, pool, probe, results, rollout
 from services.evaluator.cells import BASE, Arm, Cell, CellStore, Conditions, Outcome
 from services.evaluator.results import Question
 
@@ -69,15 +70,20 @@ class Evaluator:
         stop: StopFlag,
         *,
         greedy: bool = False,
+        images: Mapping[str, str] | None = None,
         announce: Announce | None = None,
         connect: Callable[[], rollout.Client] | None = None,
     ) -> None:
-        """Args: connect: makes a client of the env server; None: OpenEnv's own."""
+        """Args: images: name -> id of the images that run now; None: those of the run's manifest.
+        connect: makes a client of the env server; None: OpenEnv's own."""
         self.cfg = cfg
         self.run = run
         self.stop = stop
         self.pulse = pulse
-        self.under: Conditions = cells.conditions(cfg, run_dir.read_json(run.manifest), greedy=greedy)
+        manifest = run_dir.read_json(run.manifest) or {}
+        self.under: Conditions = cells.conditions(cfg, {"images": images} if images else manifest, greedy=greedy)
+        self.trained: Conditions = cells.conditions(cfg, manifest)
+        """Those of the run: only under the same does a result compare with the points of its curve."""
         self.store = CellStore(run.eval / "cells.jsonl", self.under)
         self._tasks = suites.load_suite(tasks_dir, cfg.tasks.heldout, limit=cfg.evaluator.final_tasks)
         self._peers = peers
@@ -85,18 +91,14 @@ class Evaluator:
         self._policy = adapters.PolicyEval(peers.policy_eval_url, self._http)
         self._announce = announce
         self._connect = connect or functools.partial(rollout.connect, cfg, peers.env_url)
+        self._probed = False
 
     def question(self, limit: int | None = None, names: Sequence[str] = ()) -> Question:
         """The held-out tasks to ask: the first ``limit`` of the suite, or those named.
 
         Raises: RecipeError: a name that the suite lacks.
         """
-        known = {task.name: task for task in self._tasks}
-        if unknown := [name for name in names if name not in known]:
-            raise RecipeError(
-                f"{', '.join(unknown)}: no such task in {self.cfg.tasks.heldout}; there: {', '.join(known)}"
-            )
-        chosen = [known[name] for name in names] if names else list(self._tasks)[:limit]
+        chosen = results.choose(self.cfg.tasks.heldout, self._tasks, limit, names)
         return Question(
             self.cfg.tasks.heldout,
             {task.name: suites.files_sha256(task.folder) for task in chosen},
@@ -122,8 +124,9 @@ class Evaluator:
             snapshots = self.run.eval / "adapters"
             shutil.rmtree(snapshots, ignore_errors=True)  # of an evaluator that was killed
             if checkpoint is None:
-                self._run_missing(question, {BASE_ARM: self._policy.base_name()}, step=0)
-                return results.compile_results(self.store, question, self.under, BASE_ARM, None)
+                busy = self._run_missing(question, {BASE_ARM: self._policy.base_name()}, step=0)
+                value = results.compile_results(self.store, question, self.under, BASE_ARM, None)
+                return {**value, "sandboxes_busy_share": busy}
             adapter = adapters.snapshot(checkpoint, snapshots, self.cfg.lora)
             try:
                 value = self._evaluate_adapter(adapter, question, checkpoint.step)
@@ -132,38 +135,52 @@ class Evaluator:
             return {**value, "step": checkpoint.step, "adapter_is_zero": adapter.zero}
 
     def _evaluate_adapter(self, adapter: adapters.Adapter, question: Question, step: int) -> dict[str, Any]:
-        arm, canary = Arm(adapter.label, adapter.sha256), None
+        arm, canary, busy = Arm(adapter.label, adapter.sha256), None, None
         if self.store.missing(question.cells([BASE_ARM, arm])):
+            if not self._probed:
+                probe.check_every_kind(self._policy, adapter)
+                self._probed = True
             canary = self._policy.load(adapter)
             try:
-                self._run_missing(question, {BASE_ARM: self._policy.base_name(), arm: adapter.name}, step=step)
+                busy = self._run_missing(question, {BASE_ARM: self._policy.base_name(), arm: adapter.name}, step=step)
             finally:
                 self._policy.unload(adapter.name)
         value = results.compile_results(self.store, question, self.under, BASE_ARM, arm)
-        return {**value, "canary_max_abs_logprob_diff": canary}
+        return {**value, "canary_max_abs_logprob_diff": canary, "sandboxes_busy_share": busy}
 
-    def _run_missing(self, question: Question, models: dict[Arm, str], step: int) -> None:
-        """Args: models: arm -> the name under which policy-eval serves it."""
+    def _run_missing(self, question: Question, models: dict[Arm, str], step: int) -> float | None:
+        """Run the cells that have no score.
+
+        Args: models: arm -> the name under which policy-eval serves it.
+        Returns: share of the time in which the allowed sandboxes were in use; None when no cell was missing.
+        """
         wanted = question.cells(models)
         todo = self.store.missing(wanted)
         if not todo:
-            return
+            return None
         runner = self._runner()
         done = len(wanted) - len(todo)
+        busy_s = 0.0
         lock = threading.Lock()
         self.pulse.set("evaluating", step=step, cells_done=done, cells=len(wanted))
 
         def work(cell: Cell) -> None:
-            nonlocal done
+            nonlocal done, busy_s
             outcome = runner(cell, models[cell.arm])
             self.store.add(cell, outcome)
             with lock:
                 done += 1
+                busy_s += outcome.wall_s
                 self.pulse.set(cells_done=done)
                 self._tell(cell, outcome, done, len(wanted))
 
-        if not pool.run_all(todo, work, self.cfg.evaluator.max_inflight, self.stop):
+        workers = min(self.cfg.evaluator.max_inflight, len(todo))
+        begin_s = time.monotonic()
+        if not pool.run_all(todo, work, workers, self.stop):
             raise StoppedEarlyError
+        share = busy_s / (workers * (time.monotonic() - begin_s))
+        logger.info("cells done", extra={"step": step, "cells": len(todo), "sandboxes_busy_share": round(share, 3)})
+        return share
 
     def _tell(self, cell: Cell, outcome: Outcome, done: int, total: int) -> None:
         logger.log(
@@ -212,6 +229,7 @@ class Evaluator:
 
     def record_summary(self) -> dict[str, Any]:
         summary = results.write_summary(self.run.eval, collapse_drop=self.cfg.evaluator.collapse_drop)
+        checkpoints.keep_best(self.run, summary)
         curve.draw(summary, run_dir.read_lines(self.run.metrics), self.run.eval / "curve.png")
         return summary
 
@@ -246,23 +264,3 @@ def _healthy(client: httpx.Client, url: str, limit_s: float) -> None:
         client.get(url, timeout=10).raise_for_status()
 
     probe()
-
-
-def find_checkpoint(run: RunDir, name: str) -> Checkpoint:
-    """The complete checkpoint that a person names: a step, ``checkpoint-N``, ``best`` or ``final``.
-
-    Raises: RecipeError: it does not exist; the message lists those that do.
-    """
-    complete = run.complete_checkpoints()
-    wanted = name
-    if name == "final" and complete:
-        return complete[-1]
-    if name == "best":
-        wanted = (run_dir.read_json(run.eval / "summary.json") or {}).get("best") or "best (no checkpoint is evaluated)"
-    for checkpoint in complete:
-        if wanted in (str(checkpoint.step), checkpoint.path.name):
-            return checkpoint
-    have = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
-    raise RecipeError(
-        f"checkpoint {wanted} is not in {run.checkpoints}; complete there: {have}; allowed too: best, final, base"
-    )

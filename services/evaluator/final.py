@@ -13,10 +13,11 @@ from rich.table import Table
 from services.common import run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.run_dir import Checkpoint
-from services.evaluator import curve
+from services.evaluator import checkpoints, curve
 from services.evaluator.adapters import AdapterNotReadyError
-from services.evaluator.app import Evaluator, find_checkpoint
+from services.evaluator.app import Evaluator
 from services.evaluator.cells import BASE
+from services.evaluator.hub import PREFIX
 from services.evaluator.results import SUFFIX, Question
 
 MAX_FAILURES_SHOWN = 10
@@ -24,7 +25,7 @@ MAX_FAILURES_SHOWN = 10
 
 def final(evaluator: Evaluator, console: Console) -> int:
     """Base and newest checkpoint on ``evaluator.final_tasks`` held-out tasks -> ``eval/final_results.json``."""
-    checkpoint = find_checkpoint(evaluator.run, "final")
+    checkpoint = checkpoints.find(evaluator.run, "final")
     value = _evaluate(evaluator, checkpoint, evaluator.question(evaluator.cfg.evaluator.final_tasks))
     run_dir.write_json(evaluator.run.eval / "final_results.json", value)
     # The watched tasks are among the final ones, so the last point of the curve costs nothing more.
@@ -36,19 +37,26 @@ def final(evaluator: Evaluator, console: Console) -> int:
 def one(evaluator: Evaluator, name: str, limit: int | None, names: Sequence[str], console: Console) -> int:
     """Base and the named checkpoint on chosen held-out tasks.
 
-    The results of a checkpoint on exactly the watched tasks are a point of the curve; others go to
-    ``eval/other/``, where they cannot be mistaken for one.
+    The results of a checkpoint of the run on exactly the watched tasks, sampled and in the images as in training,
+    are a point of the curve; others go to ``eval/other/``, where they cannot be mistaken for one.
     """
-    checkpoint = None if name == BASE else find_checkpoint(evaluator.run, name)
+    checkpoint = None if name == BASE else checkpoints.find(evaluator.run, name)
     question = evaluator.question(limit or evaluator.cfg.evaluator.watch_tasks, names)
     value = _evaluate(evaluator, checkpoint, question)
     label = checkpoint.path.name if checkpoint else BASE
-    on_curve = checkpoint is not None and question == evaluator.watch_question and not evaluator.under.greedy
+    on_curve = (
+        checkpoint is not None
+        and not name.startswith(PREFIX)
+        and question == evaluator.watch_question
+        and evaluator.under == evaluator.trained
+    )
     if on_curve and value["adapter"]["pass_at_1"] is not None:
         return _show(value, evaluator.record_checkpoint(value), evaluator.run.eval / f"{label}{SUFFIX}", console)
     kind = f"{len(question.tasks)}-tasks{'-greedy' if evaluator.under.greedy else ''}"
     path = evaluator.run.eval / "other" / f"{label}-{kind}{SUFFIX}"
     run_dir.write_json(path, value)
+    if evaluator.under.images != evaluator.trained.images:
+        console.print("The images are not those of the run, so this is no point of its curve.", highlight=False)
     return _show(value, None, path, console)
 
 

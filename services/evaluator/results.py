@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common import run_dir
+from services.common.errors import RecipeError
+from services.common.tasks import Task
 from services.evaluator import statistics
 from services.evaluator.cells import Arm, Cell, CellStore, Conditions, Outcome
 
 SUFFIX = "_results.json"
+_POINT = ("adapter_sha256", "pass_at_1", "interval_95", "tasks", "unparsed_call_share")
 _CHECKPOINT_RESULTS = re.compile(r"^checkpoint-(\d+)_results\.json$")
 
 
@@ -39,6 +42,22 @@ class Question:
             for task, sha256 in self.tasks.items()
             for arm in arms
         ]
+
+
+def choose(suite: str, tasks: Sequence[Task], limit: int | None = None, names: Sequence[str] = ()) -> list[Task]:
+    """The first ``limit`` of the tasks, or those named.
+
+    Raises: RecipeError: a name that the suite lacks; the message lists those it has.
+    """
+    known = {task.name: task for task in tasks}
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(f"{', '.join(unknown)}: no such task in {suite}; there: {', '.join(known)}")
+    return [known[name] for name in names] if names else list(tasks)[:limit]
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas; empty for none."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def rates(store: CellStore, question: Question, arm: Arm) -> dict[str, float]:
@@ -134,7 +153,7 @@ def write_summary(folder: Path, *, collapse_drop: float) -> dict[str, Any]:
             {
                 "step": step,
                 "label": f"checkpoint-{step}",
-                **{key: value["adapter"][key] for key in ("pass_at_1", "interval_95", "tasks", "unparsed_call_share")},
+                **{key: value["adapter"][key] for key in _POINT},
                 "mcnemar_exact_p": value["paired"]["mcnemar_exact_p"],
                 "infrastructure_failures": len(value["infrastructure_failures"]),
             }

@@ -13,24 +13,28 @@ from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.evaluator.adapters import AdapterNotReadyError
 from services.evaluator.app import Evaluator, StoppedEarlyError
+from services.evaluator.checkpoints import RunSource, Source
 
 MAX_PASSES = 3
 """Times that a checkpoint with unscored cells is taken up again; each pass has the recipe's retries of its own."""
+ALARMS = "collapse_alarms.jsonl"
 Identity = tuple[int, float]
 logger = logging.getLogger("evaluator")
 
 
-def watch(evaluator: Evaluator) -> int:
-    """Returns: exit code 0, after the last checkpoint of a run that has ended, or on a stop request.
+def watch(evaluator: Evaluator, source: Source | None = None) -> int:
+    """Args: source: what to follow; None: the run's own folder.
+    Returns: exit code 0, after the last checkpoint of a run that has ended, or on a stop request.
 
     Scored cells are kept in the run directory, so a restart goes on at the first one that is missing.
     """
+    source = source or RunSource(evaluator.run)
     passes: Counter[Identity] = Counter()
     while not evaluator.stop.is_set():
         evaluator.pulse.set("watching")
         # Read before the checkpoints are: the last one is complete before the result is written.
-        ended = evaluator.run.result.exists()
-        left = [found for found in evaluator.run.complete_checkpoints() if passes[identity(found)] < MAX_PASSES]
+        ended = source.ended()
+        left = [found for found in source.complete() if passes[identity(found)] < MAX_PASSES]
         for checkpoint in left:
             try:
                 whole = _evaluate(evaluator, checkpoint)
@@ -78,9 +82,12 @@ def _evaluate(evaluator: Evaluator, checkpoint: Checkpoint) -> bool:
 
 
 def alarm_on_collapse(cfg: Recipe, run: RunDir, summary: dict[str, Any], step: int) -> None:
-    """Warn when this checkpoint collapsed; ask the trainer to stop where the recipe says so."""
+    """Warn when this checkpoint collapsed; ask the trainer to stop where the recipe says so.
+
+    Each alarm is raised once: a run that a person resumed in spite of it must not be stopped by it again.
+    """
     for alarm in summary["collapse_alarms"]:
-        if alarm["step"] != step:
+        if alarm["step"] != step or _is_raised(run, alarm):
             continue
         reason = (
             f"pass@1 of checkpoint-{step} is {alarm['drop']:.3f} below checkpoint-{alarm['best_step']} "
@@ -89,3 +96,8 @@ def alarm_on_collapse(cfg: Recipe, run: RunDir, summary: dict[str, Any], step: i
         logger.error("collapse", extra={"reason": reason, "stops": cfg.evaluator.collapse_stops})
         if cfg.evaluator.collapse_stops and not run.stop_request.exists():
             run_dir.write_json(run.stop_request, {"reason": reason, "at": run_dir.utc_now(), "by": "evaluator"})
+        run_dir.append_line(run.eval / ALARMS, {**alarm, "reason": reason, "at": run_dir.utc_now()})
+
+
+def _is_raised(run: RunDir, alarm: dict[str, Any]) -> bool:
+    return any(alarm.items() <= line.items() for line in run_dir.read_lines(run.eval / ALARMS))

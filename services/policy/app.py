@@ -66,21 +66,14 @@ def check_machine(device: Device, cpuinfo: Path) -> None:
         raise NotReadyError("the cpu image needs a processor with AVX2 or AVX-512; this one has neither")
 
 
-def check_model(cfg: Recipe) -> Path | None:
-    """Folder of a local model, None for a Hub model (vLLM finds it in the mounted cache).
+def check_model(cfg: Recipe) -> Path:
+    """Folder that holds the model's config.json: below MODELS_DIR, or in the mounted Hub cache.
 
-    Raises: RecipeError: the folder or its config.json is missing, or vLLM could not serve it.
+    Raises: RecipeError: it is not there, or vLLM could not serve what it holds.
     """
-    if cfg.model.source == "hub":
-        return None
-    folder = Path(cfg.model_location())
+    folder = local_folder(cfg) if cfg.model.source == "local" else cached_folder(cfg)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(
-            f"model.id is {cfg.model.id!r} with source local, and {folder}/config.json does not exist; "
-            "MODELS_DIR must hold that folder (data/models in the project)"
-        ) from None
     except ValueError as error:
         raise RecipeError(f"{folder}/config.json is not valid JSON: {error}") from None
     if config.get("model_type") == "lfm2" and "conv_dim" not in config:
@@ -88,13 +81,36 @@ def check_model(cfg: Recipe) -> Path | None:
     return folder
 
 
-def ignored_sampling(folder: Path | None) -> dict[str, object]:
+def local_folder(cfg: Recipe) -> Path:
+    folder = Path(cfg.model_location())
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"model.id is {cfg.model.id!r} with source local, and {folder}/config.json does not exist; "
+            "MODELS_DIR must hold that folder (data/models in the project)"
+        )
+    return folder
+
+
+def cached_folder(cfg: Recipe) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    revision = hub_revision(cfg)
+    found = try_to_load_from_cache(cfg.model.id, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise RecipeError(
+            f"model {cfg.model.id} at {revision} is not in the Hub cache (HF_HOME); a starting container downloads "
+            f"nothing, so fetch it on the host first: hf download {cfg.model.id} --revision {revision}"
+        )
+    return Path(found).parent
+
+
+def ignored_sampling(folder: Path) -> dict[str, object]:
     """Sampling that the model's generation_config.json asks for and that is not applied."""
-    value = run_dir.read_json(folder / "generation_config.json") if folder else None
+    value = run_dir.read_json(folder / "generation_config.json")
     return {key: value[key] for key in SAMPLING_KEYS if key in value} if value else {}
 
 
-def record(cfg: Recipe, role: Role, device: Device, folder: Path | None, logger: logging.Logger) -> None:
+def record(cfg: Recipe, role: Role, device: Device, folder: Path, logger: logging.Logger) -> None:
     """Write ``runs/<run>/policy.json`` where the run directory is mounted, else log it."""
     value = {
         "role": role,

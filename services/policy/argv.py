@@ -42,7 +42,7 @@ def argv(
         *reasoning,
         *_capacity(recipe, device),
         *(_cpu_build() if device == "cpu" else []),
-        *(_weight_transfer() if role == "train" else _adapters(recipe)),
+        *(_weight_transfer(recipe) if role == "train" else _adapters(recipe)),
     ]  # fmt: skip
 
 
@@ -133,7 +133,9 @@ def _cpu_build() -> list[str]:
     return ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
 
 
-def _weight_transfer() -> list[str]:
+def _weight_transfer(recipe: Recipe) -> list[str]:
+    if recipe.weight_sync.mode == "full":  # TRL's own client streams all merged weights
+        return ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return ["--weight-transfer-config", json.dumps({"backend": ENGINE}), "--worker-extension-cls", WORKER_EXTENSION]
 
 

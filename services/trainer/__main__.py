@@ -36,7 +36,8 @@ def main() -> int:
             time.sleep(POLL_S)
             if asked is None and (asked := _stop_asked(run, stop)) is not None:
                 logger.warning("stopping training", extra={"reason": asked["reason"]})
-                _dump_stacks(child.pid, run)
+                if asked.get("by") != "signal":
+                    _dump_stacks(child.pid, run)
                 child.send_signal(signal.SIGTERM)
                 kill_at = time.monotonic() + cfg.watchdog.grace_s
             if kill_at is not None and time.monotonic() >= kill_at:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class RunRecorder(TrainerCallback):
         pulse: Pulse,
         stop: StopFlag,
         guard: RatioGuard,
-        extra_metrics: Callable[[], dict[str, float]],
+        extra_metrics: Sequence[Callable[[], dict[str, float]]],
     ) -> None:
         self._run = run
         self._pulse = pulse
@@ -59,10 +59,9 @@ class RunRecorder(TrainerCallback):
         if logs is None or "train_runtime" in logs:
             return
         numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
-        run_dir.append_line(
-            self._run.metrics,
-            {"step": state.global_step, "time_s": time.time(), **numbers, **self._extra_metrics()},
-        )
+        for extra in self._extra_metrics:
+            numbers |= extra()
+        run_dir.append_line(self._run.metrics, {"step": state.global_step, "time_s": time.time(), **numbers})
         if self._guard.observe(logs.get(RATIO_AT_0)):
             logger.error("importance ratio out of bounds", extra={"step": state.global_step, "ratio": logs[RATIO_AT_0]})
 

@@ -42,6 +42,8 @@ class RolloutRecord:
     """Names of the capture gate's findings, fatal or not."""
     policy_steps: tuple[int, int]
     """The trainer's optimizer step when the rollout began and ended: the policy's version, at most one sync behind."""
+    policy_versions: Sequence[tuple[int, int]] | None = None
+    """Of each turn, lowest and highest version that can have sampled it; None: not known."""
     agent_timeout: bool = False
     turns: int = 0
     tool_calls: int = 0

@@ -24,8 +24,8 @@ from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.common.tasks import prompt_key
-from services.trainer import rollout_log
-from services.trainer.capture_gate import Breach, breaches
+from services.trainer import policy_versions, rollout_log
+from services.trainer.capture_gate import Breach, breaches, of_the_policy
 
 HARNESS = "opencode"
 TASKS_A_CALL = 200
@@ -160,6 +160,7 @@ class HarborSession(ResourceSession):
         self._closed = threading.Event()
         self._result: HarborRolloutResult | None = None
         self._trace: TrainingTrace | None = None
+        self._versions: list[policy_versions.Versions] | None = None
         self._client: HarborEnv | None = None
 
     # --- TrainableSession ---------------------------------------------------------------------------------------
@@ -176,6 +177,9 @@ class HarborSession(ResourceSession):
         try:
             self._result = self._run_rollout()
             found = breaches(self._result, self._cfg.sampling)
+            if self._result.trial_name and self._result.turns:
+                self._versions = self._policy_versions(self._result)
+                found += of_the_policy(self._versions)
             self._trace = self._judge(self._result, found)
         except UnscorableRollout as error:
             failure = error
@@ -276,6 +280,10 @@ class HarborSession(ResourceSession):
             raise UnscorableRollout(Cause.CAPTURE, result.error or "no turn to train on")
         return trace
 
+    def _policy_versions(self, result: HarborRolloutResult) -> list[policy_versions.Versions] | None:
+        spans = policy_versions.turn_spans(self._run.trials / result.trial_name, len(result.turns))
+        return None if spans is None else policy_versions.VersionLog(self._run).of(spans)
+
     def _policy_step(self) -> int:
         beat = health.read_heartbeats(self._run).get("trainer")
         return beat.step if beat is not None else 0
@@ -294,6 +302,7 @@ class HarborSession(ResourceSession):
             error=failure.detail[:500] if failure else None,
             breaches=[breach.name for breach in found],
             policy_steps=steps,
+            policy_versions=self._versions,
             agent_timeout=bool(result and result.exception_type == "AgentTimeoutError"),
             turns=len(result.turns) if result else 0,
             tool_calls=sum(len(turn.tool_calls) for turn in result.turns) if result else 0,

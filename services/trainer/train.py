@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import logging
 import os
 from typing import Any
@@ -26,10 +27,14 @@ def main() -> int:
     cfg = recipe.from_environment()
     run = RunDir.from_environment(cfg.run.name)
     logger = log.setup("trainer", run.path)
+    run_dir.write_json(run.path / "trainer.json", {"recipe": cfg.model_dump(mode="json"), "versions": _versions()})
     with signals.stop_event() as stop, health.Pulse("trainer", run) as pulse:
         trainer, rows = build(cfg, run, pulse, stop)
         logger.info("training starts", extra={"tasks": rows, "max_steps": cfg.trainer.max_steps})
-        return _train(trainer, run, pulse, logger)
+        from services.trainer import base_weights
+
+        with base_weights.unchanged(trainer.model, run):
+            return _train(trainer, run, pulse, logger)
 
 
 def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
@@ -50,6 +55,11 @@ def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
             raise
     logger.info("training ended", extra={"step": trainer.state.global_step})
     return 0
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "trl", "peft", "vllm", "openenv", "kernels")
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +96,16 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
 
     from services.trainer import attention, cpu, grpo, reward
     from services.trainer.callbacks import RunRecorder
+    from services.trainer.policy_page import ToolCallCounts, require_neutral_sampling
     from services.trainer.ratio import RatioGuard
+    from services.trainer.rollout_counts import RolloutCounts
     from services.trainer.session import HarborSessionFactory
+    from services.trainer.sync import RecordedSync
     from services.weight_sync.canary import Canary, model_score, prompt_ids
-    from services.weight_sync.client import LoraFactorSync
     from services.weight_sync.names import base_weight
 
     peers = Peers.from_environment()
+    require_neutral_sampling(peers.policy_url)
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
     attention.install(cfg.trainer.attn_implementation)
@@ -159,7 +172,8 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         disable_tqdm=True,
         model_init_kwargs={"revision": _hub_revision(cfg)} if cfg.model.source == "hub" else None,
     )
-    sync = LoraFactorSync(cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
+    sync = RecordedSync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
+    extra_metrics = [sync.metrics, RolloutCounts(run).metrics, ToolCallCounts(peers.policy_url).metrics]
     guard = RatioGuard(cfg.trainer.ratio_bounds, cfg.trainer.ratio_patience)
     trainer = grpo.FactorSyncTrainer(
         model=cfg.model_location(),
@@ -175,7 +189,7 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         ),
         rollout_worker=worker,
         weight_transfer=sync,
-        callbacks=[RunRecorder(run, pulse, stop, guard, sync.metrics)],
+        callbacks=[RunRecorder(run, pulse, stop, guard, extra_metrics)],
         pulse=pulse,
     )
     packing.install(trainer.model)

@@ -44,11 +44,12 @@ class Watchdog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._limits = cfg.watchdog
+        self._rollout_limits = cfg.rollout
         self._run = run
         self._peers = peers
         self._client = client
         self._clock = clock
-        self._observer = Observer(run, peers, client, clock())
+        self._observer = Observer(run, peers, client, clock(), cfg.rollout.unscorable_window)
         self._alerted: set[str] = set()
         self._stopped = False
 
@@ -65,7 +66,7 @@ class Watchdog:
         """Look, decide and act once. Returns: the exit code at the end, else None."""
         now_s = self._clock()
         seen = self._observer.look(now_s)
-        decision = plan(seen, self._limits, now_s)
+        decision = plan(seen, self._limits, self._rollout_limits, now_s)
         match decision.action:
             case "alert" if decision.subject not in self._alerted:
                 self._alerted.add(decision.subject)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.errors import NotReadyError, StoppedError
 from services.common.health import Heartbeat
+from services.common.recipe import Rollout as RolloutLimits
 from services.common.recipe import Watchdog as Limits
 
 STARTING = ("starting", "compiling", "first_sync")
@@ -53,6 +54,8 @@ class Observations:
     """When stop.json was first seen, whoever wrote it."""
     exit_code: int | None = None
     """Of result.json; None while the run goes on."""
+    unscorable: Mapping[str, int] = field(default_factory=dict)
+    """Cause -> how many of the last ``rollout.unscorable_window`` rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Decision:
     """Of the watchdog, with ``end``."""
 
 
-def plan(seen: Observations, limits: Limits, now_s: float) -> Decision:
+def plan(seen: Observations, limits: Limits, rollouts: RolloutLimits, now_s: float) -> Decision:
     """Decide. At most one ``stop`` comes of a run: once stop.json is seen, only ``wait`` and ``end`` follow."""
     if seen.exit_code is not None:
         return Decision("end", f"The run ended with exit code {seen.exit_code}.", exit_code=seen.exit_code)
@@ -81,6 +84,7 @@ def plan(seen: Observations, limits: Limits, now_s: float) -> Decision:
     return (
         _dead(trainer, limits, now_s)
         or _silent_peer(seen, trainer, limits, now_s)
+        or _unscorable(seen, trainer, rollouts)
         or _overdue(seen, trainer, limits, now_s)
         or _evaluator(seen.beats.get("evaluator"), limits, now_s)
         or Decision("wait", f"The trainer is in phase {trainer.phase} at step {trainer.step}.")
@@ -133,6 +137,20 @@ def _silent_peer(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: 
             )
             return Decision("stop", reason, name)
     return None
+
+
+def _unscorable(seen: Observations, trainer: Heartbeat, limits: RolloutLimits) -> Decision | None:
+    """Too many of the last rollouts say nothing about the agent's answer. A window that is not full yet counts its
+    missing rollouts as good, so that a young run is not stopped by its first failures."""
+    found = sum(seen.unscorable.values())
+    if trainer.phase in ENDED or found <= limits.max_unscorable_share * limits.unscorable_window:
+        return None
+    causes = ", ".join(f"{cause} {n}" for cause, n in sorted(seen.unscorable.items(), key=lambda item: -item[1]))
+    reason = (
+        f"{found} of the last {limits.unscorable_window} rollouts were unscorable ({causes}); "
+        f"rollout.max_unscorable_share is {limits.max_unscorable_share:g}. rollouts/index.jsonl says why, one by one."
+    )
+    return Decision("stop", reason, "rollouts")
 
 
 def _overdue(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: float) -> Decision | None:

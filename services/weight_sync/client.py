@@ -24,6 +24,9 @@ from services.weight_sync.policy_server import PolicyServer
 
 log = logging.getLogger(__name__)
 
+MARGIN_S = 5.0
+"""What a call waits beyond the server's own limit, so that the server's error arrives and not ours."""
+
 
 class LoraFactorSync:
     """Sends A and B of every target; the policy serves ``W0 + scale * B @ A``.
@@ -51,11 +54,13 @@ class LoraFactorSync:
         self._transport: transport.Transport | None = None
         self._layout: factors.Layout | None = None
         self._layout_sent = False
+        self._pause_first = False
+        self._proved = False
         self._buffer: torch.Tensor | None = None
         self._paused_at: float | None = None
 
     def prove_with(self, *, base_weight: proof.BaseWeight | None = None, canary: Canary | None = None) -> None:
-        """What the first and each ``canary_every``-th sync is checked against, besides version and factors.
+        """What the first sync of a connection and each ``canary_every``-th are checked against, besides what was sent.
 
         Args:
             base_weight: target -> the trainer's pristine weight: base and served weights are then recomputed and
@@ -109,8 +114,10 @@ class LoraFactorSync:
         self.last_timings = {key: value for key, value in self.last_timings.items() if paused_by_caller}
         try:
             self._pack(iterator)
+            if self._pause_first and not paused_by_caller:
+                self.pause()
             self._stage()
-            if not paused_by_caller:
+            if self._paused_at is None:
                 self.pause()
             self._apply()
         except BaseException:
@@ -148,23 +155,37 @@ class LoraFactorSync:
                 server.url, phase,
                 f"cannot listen on weight_sync.port {settings.port}: {error}; another trainer may hold it",
             ) from error  # fmt: skip
-        group = {
+        joining = transport.background(
+            lambda: transport.join(
+                settings.transport,
+                host=host,
+                port=settings.port,
+                rank=0,
+                world_size=world_size,
+                device=self._device,
+                init_timeout_s=settings.init_timeout_s,
+                transfer_timeout_s=settings.transfer_timeout_s,
+                store=store,
+            )
+        )
+        info = {
+            "transport": settings.transport,
+            "master_address": host,
+            "master_port": settings.port,
+            "rank_offset": 1,
             "world_size": world_size,
             "init_timeout_s": settings.init_timeout_s,
             "transfer_timeout_s": settings.transfer_timeout_s,
         }
-        joining = transport.background(
-            lambda: transport.join(
-                settings.transport, host=host, port=settings.port, rank=0, device=self._device, store=store, **group
-            )
-        )
-        info = {"transport": settings.transport, "master_address": host, "master_port": settings.port}
-        server.init_transfer({**info, "rank_offset": 1, **group}, settings.init_timeout_s + 5)
+        server.init_transfer(info, settings.init_timeout_s + MARGIN_S)
         try:
             self._transport = joining.result(settings.init_timeout_s)
         except (transport.TransportError, TimeoutError) as error:
             raise WeightSyncError(server.url, phase, str(error) or "the group was not formed in time") from error
+        # Two NCCL groups at work on the same GPUs at once, ours and the server's own, may deadlock.
+        self._pause_first = settings.transport == "nccl" and world_size > 2
         self._layout_sent = False
+        self._proved = False
 
     def _leave_group(self) -> None:
         if self._transport is not None:
@@ -205,7 +226,9 @@ class LoraFactorSync:
     def _apply(self) -> None:
         started = time.perf_counter()
         version = self.version + 1
-        self._server.update("merge", {"phase": "apply", "version": version}, self._settings.transfer_timeout_s + 5)
+        self._server.update(
+            "merge", {"phase": "apply", "version": version}, self._settings.transfer_timeout_s + MARGIN_S
+        )
         self._server.finish_update(str(version))
         self.version = version
         self.last_timings["version"] = version
@@ -231,7 +254,7 @@ class LoraFactorSync:
         reports = server.reports(timeout_s)
         proof.received(reports, self.version, f"{checksum(self._buffer):016x}", url)
         served = proof.whole_checksums(reports, "targets")
-        if self.version == 1 or self.version % self._settings.canary_every == 0:
+        if not self._proved or self.version % self._settings.canary_every == 0:
             if self._base_weight is not None:
                 base = proof.base_checksums(served, self._base_weight, self._dtype)
                 proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
@@ -239,4 +262,5 @@ class LoraFactorSync:
                 proof.same("merged weights", merged, served, url)
             if self._canary is not None:
                 self.last_canary = self._canary.check(server, self.version, timeout_s)
+            self._proved = True
         self.last_timings["verify_s"] = time.perf_counter() - started

@@ -18,3 +18,4 @@ class WeightSyncError(StackError):
         super().__init__(f"weight sync with {peer} failed in phase {phase!r}: {problem}")
         self.peer = peer
         self.phase = phase
+        self.problem = problem

@@ -47,7 +47,8 @@ class PolicyServer:
                 return
             except WeightSyncError as error:
                 if time.monotonic() > deadline:
-                    raise WeightSyncError(self.url, error.phase, f"not there after {timeout_s:g} s: {error}") from None
+                    problem = f"not there after {timeout_s:g} s: {error.problem}"
+                    raise WeightSyncError(self.url, error.phase, problem) from None
             time.sleep(POLL_S)
 
     def is_paused(self) -> bool:

@@ -144,17 +144,17 @@ class _Nccl:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        self.device = device
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._timeout_s = transfer_timeout_s
         group = StatelessProcessGroup(rank, world_size, store)
-        forming = background(lambda: PyNcclCommunicator(group, device=device))
+        forming = background(lambda: PyNcclCommunicator(group, device=self.device))
         try:
             self._communicator: Any = forming.result(init_timeout_s)
         except TimeoutError:
             raise TransportError(f"NCCL did not connect within {init_timeout_s} s") from None
         if self._communicator.disabled:
             raise TransportError("NCCL is not available in this process; use weight_sync.transport = 'gloo'")
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self.device)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         with torch.cuda.device(self.device):

@@ -2,7 +2,8 @@
 
 Log-probabilities are made from what answers: the base has fixed ones, an adapter those plus a shift that is read
 from its weights, so that an adapter of zeros answers as the base does. ``deaf`` names answer as the base although
-they are loaded, as a server would that matched none of their modules.
+they are loaded, as a server would that matched none of their modules; ``deaf_to`` is part of the path of modules that
+are matched in no adapter.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ class FakePolicyEval:
     def __init__(self) -> None:
         self.adapters: dict[str, Path] = {}
         self.loads: list[dict[str, Any]] = []
+        """Of adapters; the evaluator's probes are in ``probes``."""
+        self.probes: list[str] = []
         self.unloads: list[str] = []
         self.deaf: set[str] = set()
+        self.deaf_to: str | None = None
         self.noise = 0.0
         """Added to every second answer: two answers of one model differ by it."""
         self.healthy = True
@@ -81,7 +85,10 @@ class FakePolicyEval:
         return {"error": {"message": "not found"}}, 404
 
     def _load(self, request: dict[str, Any]) -> tuple[Any, int]:
-        self.loads.append(request)
+        if request["lora_name"].startswith("probe-"):
+            self.probes.append(request["lora_name"])
+        else:
+            self.loads.append(request)
         name, path = request["lora_name"], Path(request["lora_path"])
         if name in self.adapters:
             return {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}, 400
@@ -94,7 +101,7 @@ class FakePolicyEval:
         model = request["model"]
         if model != BASE_NAME and model not in self.adapters:
             return {"error": {"message": f"The model `{model}` does not exist."}}, 404
-        shift = 0.0 if model == BASE_NAME or model in self.deaf else _shift(self.adapters[model])
+        shift = 0.0 if model == BASE_NAME or model in self.deaf else _shift(self.adapters[model], self.deaf_to)
         self._answers += 1
         shift += self.noise * (self._answers % 2)
         entries: list[Any] = [None]
@@ -102,14 +109,14 @@ class FakePolicyEval:
         return {"choices": [{"index": 0, "text": "x", "prompt_logprobs": entries}]}, 200
 
 
-def _shift(folder: Path) -> float:
+def _shift(folder: Path, deaf_to: str | None) -> float:
     """0 for an adapter whose B are all zero; else something that depends on its bytes."""
     data = (folder / "adapter_model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     total = 0
     for key, entry in header.items():
-        if ".lora_B." in key:
+        if ".lora_B." in key and not (deaf_to and deaf_to in key):
             start, end = entry["data_offsets"]
             total += sum(data[8 + length + start : 8 + length + end])
     return total / 1e4

@@ -21,6 +21,7 @@ from openenv.harbor import rollout as openenv_rollout
 from openenv.harbor import seams
 from openenv.harbor.environment import HarborEnvironment
 
+from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, app, opencode, sandbox
@@ -223,3 +224,23 @@ def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:
     RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0)
     assert RolloutEnvironment()._provider is provider
     assert "_provider" in HarborEnvironment.get_task.__code__.co_names
+
+
+@pytest.mark.parametrize(
+    ("prints", "refusal"),
+    [("echo 1.18.33", None), ("echo 1.0.0", "carries OpenCode '1.0.0'"), ("exit 127", "has no OpenCode that starts")],
+)
+def test_sandbox_image_is_asked_for_its_opencode_before_any_rollout(
+    prints: str, refusal: str | None, cfg: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{prints}\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(agent.BakedOpenCode, "checked_images", set())
+    if refusal is None:
+        agent.check_image(cfg, "sha256:0a")
+        assert agent.BakedOpenCode.checked_images == {"sha256:0a"}
+    else:
+        with pytest.raises(NotReadyError, match=refusal):
+            agent.check_image(cfg, "sha256:0a")
+        assert agent.BakedOpenCode.checked_images == set()

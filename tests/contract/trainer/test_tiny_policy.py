@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from trl.chat_template_utils import lfm2_2_5_template, lfm2_2_5_v2_chat_template, parse_response
+from trl.chat_template_utils import (
+    add_response_schema,
+    is_chat_template_prefix_preserving,
+    lfm2_2_5_template,
+    lfm2_2_5_v2_chat_template,
+    parse_response,
+    supports_tool_calling,
+)
 from typer.testing import CliRunner
 
 from scripts import make_tiny_policy
 from scripts.tiny_policy import prompts, warmup
 from scripts.tiny_policy import tokenizer as text
+from services.common import recipe
 from services.common.errors import RecipeError
 from services.common.recipe import Env
 from services.env import opencode
+from services.policy import argv
 
 ROOT = Path(__file__).parents[3]
 SHIPPED, TASKS = ROOT / "data/models/tiny-lfm2", ROOT / "data/tasks"
@@ -34,6 +50,44 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(SHIPPED).eval()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM with the shipped policy, started as the policy service starts it."""
+    smoke = recipe.load(ROOT / "data/recipes/smoke.toml")
+    command = argv.argv(smoke, "train", "cpu", sys.executable)
+    environment = {**os.environ, "MODELS_DIR": str(SHIPPED.parent), **argv.environment(smoke, "train", "cpu")}
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    url = f"http://127.0.0.1:{argv.PORT}"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            wait_until_served(url, process, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    pytest.fail(f"not served after 10 minutes: {log.read_text()[-3000:]}")
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -73,13 +127,17 @@ def test_prompt_is_short_and_survives_the_tokenizer(tokenizer: PreTrainedTokeniz
         rendered = text.render(tokenizer, *prompts.agent_request("Count ä ö ü 日本 in a.csv\n", denied=denied))
         ids = text.encode(tokenizer, rendered)
         assert tokenizer.decode(ids) == rendered
-        assert len(ids) < 512 < len(rendered) / 50
+        assert len(ids) < 512 < len(rendered) / 45
 
 
-def test_chat_template_is_lfm2_5s_and_trl_parses_its_calls(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_template_is_lfm2_5s_and_trl_parses_its_calls() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     assert tokenizer.chat_template == lfm2_2_5_v2_chat_template
-    tokenizer.response_template = lfm2_2_5_template
-    answer = parse_response(tokenizer, text.encode(tokenizer, text.call_text("wc -l < a.csv > answer.txt")))
+    assert supports_tool_calling(tokenizer) and is_chat_template_prefix_preserving(tokenizer)
+    assert add_response_schema(tokenizer).response_template == lfm2_2_5_template
+    prompt = text.encode(tokenizer, text.render(tokenizer, *prompts.agent_request("Count the lines of a.csv.\n")))
+    sampled = text.encode(tokenizer, text.call_text("wc -l < a.csv > answer.txt"))
+    answer = parse_response(tokenizer, sampled, prefix=prompt)
     assert answer["tool_calls"] == [
         {"type": "function", "function": {"name": "bash", "arguments": {"command": "wc -l < a.csv > answer.txt"}}}
     ]
@@ -143,7 +201,7 @@ def test_schedule_starts_right_and_ends_at_the_target() -> None:
     assert shares[0] == 1 and shares[-1] == pytest.approx(0.45)
     assert shares == sorted(shares, reverse=True)
     assert not any(schedule.is_full(step) for step in range(40)) and any(schedule.is_full(step) for step in range(100))
-    assert 0 < schedule.rate(99) < schedule.rate(0) < schedule.rate(50) == schedule.learning_rate
+    assert 0 < schedule.rate(99) < schedule.rate(0) < schedule.rate(35) == schedule.learning_rate
 
 
 def test_same_seed_gives_the_same_files_and_another_seed_other_weights(tmp_path: Path) -> None:
@@ -163,3 +221,33 @@ def test_suite_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Pa
     with pytest.raises(RecipeError, match="suite nowhere/train is not in"):
         make_tiny_policy.make(suite="nowhere", tasks_dir=TASKS, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_served_log_probabilities_are_those_of_the_trainers_forward(
+    server: str, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    task = prompts.read_suite(TASKS, "smoke/heldout")[0]
+    ids = text.encode(tokenizer, text.render(tokenizer, *prompts.agent_request(task.instruction)))
+    ids += text.encode(tokenizer, text.call_text(task.command))
+    body = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    served = post(f"{server}/v1/completions", body)["choices"][0]["prompt_logprobs"][1:]
+    with torch.inference_mode():
+        forward, _ = warmup.log_probs(model, torch.tensor([ids]), torch.ones(1, len(ids)) > 0)
+    assert [next(iter(each.values()))["logprob"] for each in served] == pytest.approx(forward.tolist(), abs=1e-3)
+
+
+def test_served_policy_calls_bash_both_right_and_wrong_and_then_ends(server: str) -> None:
+    task = prompts.read_suite(TASKS, "smoke/train")[0]
+    messages, tools = prompts.agent_request(task.instruction)
+    body = {"model": "policy", "tools": tools, "tool_choice": "auto", "n": 32, "max_tokens": 96, "temperature": 1.0}
+    choices = post(f"{server}/v1/chat/completions", {**body, "messages": messages})["choices"]
+    calls = [choice["message"]["tool_calls"] for choice in choices if choice["message"].get("tool_calls")]
+    assert len(calls) >= 30
+    commands = [json.loads(call[0]["function"]["arguments"])["command"] for call in calls]
+    assert task.command in commands and len(set(commands)) > 1
+
+    result = {"role": "tool", "tool_call_id": calls[0][0]["id"], "content": "(no output)"}
+    answered = [*messages, {"role": "assistant", "content": "", "tool_calls": calls[0]}, result]
+    choices = post(f"{server}/v1/chat/completions", {**body, "messages": answered})["choices"]
+    assert sum(choice["message"]["content"] == prompts.FINAL_TEXT for choice in choices) >= 30
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}

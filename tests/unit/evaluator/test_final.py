@@ -12,7 +12,8 @@ from rich.console import Console
 from services.common.errors import NotReadyError, RecipeError
 from services.common.run_dir import Checkpoint, RunDir
 from services.evaluator import final
-from services.evaluator.app import Evaluator, StoppedEarlyError, find_checkpoint
+from services.evaluator.app import Evaluator, StoppedEarlyError
+from services.evaluator.checkpoints import find as find_checkpoint
 from services.evaluator.watch import watch
 from tests.fakes.evaluation import FakeEnv, result
 from tests.fakes.policy_eval import BASE_NAME, FakePolicyEval

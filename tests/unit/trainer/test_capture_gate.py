@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.recipe import Sampling
-from services.trainer.capture_gate import breaches
+from services.trainer.capture_gate import breaches, of_the_policy
 
 SAMPLING = Sampling(max_completion_tokens=64)
 SUBMITTED = {
@@ -113,3 +113,14 @@ def test_what_the_model_itself_did_is_counted_and_trained(name: str, differs: di
 def test_fatal_breaches_come_first() -> None:
     found = breaches(rollout(turn(finish_reason="length", per_token_logps=[])), SAMPLING)
     assert [breach.fatal for breach in found] == [True, False]
+
+
+def test_turn_across_a_weight_sync_is_counted_and_trained() -> None:
+    assert of_the_policy([(3, 3), (4, 4)]) == []
+    (found,) = of_the_policy([(3, 3), (3, 4)])
+    assert (found.name, found.fatal) == ("two_policies", False)
+    assert found.detail == "turn 1 ran across a weight sync: versions 3 to 4"
+
+
+def test_turns_of_unknown_policy_are_counted() -> None:
+    assert [(found.name, found.fatal) for found in of_the_policy(None)] == [("no_policy_version", False)]

@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.health import PHASES, Heartbeat
+from services.common.recipe import Rollout as RolloutLimits
 from services.common.recipe import Watchdog as Limits
-from services.watchdog.plan import ENDED, STEADY, SUPERVISOR_MARGIN_S, Observations, Progress, advance, plan
+from services.watchdog import plan as decisions
+from services.watchdog.plan import ENDED, STEADY, SUPERVISOR_MARGIN_S, Decision, Observations, Progress, advance
 
 LIMITS = Limits()
+ROLLOUTS = RolloutLimits(max_unscorable_share=0.25, unscorable_window=16)
 T0 = 1_800_000_000.0
 MINUTE = 60.0
 
@@ -24,6 +27,10 @@ def beat(service: str = "trainer", phase: str = "rollout", step: int = 7, age_s:
 def seen(*beats: Heartbeat, **values: Any) -> Observations:
     defaults = {"watching_since_s": T0 - 3600, "progress": Progress(7, T0 - 10), "silent_since_s": {}}
     return Observations(beats={found.service: found for found in beats}, **defaults | values)
+
+
+def plan(look: Observations, limits: Limits, now_s: float) -> Decision:
+    return decisions.plan(look, limits, ROLLOUTS, now_s)
 
 
 def test_a_run_that_gets_further_is_left_alone() -> None:
@@ -196,3 +203,22 @@ def test_no_second_stop_is_ever_decided(look: Observations, later_s: float) -> N
 def test_waiting_longer_never_turns_a_stop_into_a_wait(look: Observations, later_s: float) -> None:
     if plan(look, LIMITS, T0).action == "stop":
         assert plan(look, LIMITS, T0 + later_s).action == "stop"
+
+
+def test_more_unscorable_rollouts_than_the_recipe_s_share_stop_the_run_with_their_causes() -> None:
+    within = seen(beat(), unscorable={"capture": 3, "policy": 1})
+    assert plan(within, LIMITS, T0).action == "wait"
+    decision = plan(replace(within, unscorable={"policy": 1, "capture": 4}), LIMITS, T0)
+    assert (decision.action, decision.subject) == ("stop", "rollouts")
+    assert decision.reason.startswith("5 of the last 16 rollouts were unscorable (capture 4, policy 1); ")
+    assert "rollout.max_unscorable_share is 0.25" in decision.reason
+
+
+def test_a_silent_policy_is_named_before_the_rollouts_that_it_spoilt() -> None:
+    look = seen(beat(), unscorable={"policy": 16}, silent_since_s={"policy": T0 - 181})
+    assert plan(look, LIMITS, T0).subject == "policy"
+
+
+def test_unscorable_rollouts_of_a_run_that_has_ended_stop_nothing() -> None:
+    for phase in ENDED:
+        assert plan(seen(beat(phase=phase), unscorable={"capture": 16}), LIMITS, T0).action == "wait"

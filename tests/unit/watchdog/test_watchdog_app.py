@@ -199,6 +199,35 @@ def test_what_an_earlier_attempt_left_behind_is_not_seen(scene: Scene) -> None:
     assert scene.watchdog.turn() == 0
 
 
+def rollout(scene: Scene, cause: str | None) -> None:
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(scene.now_s))
+    run_dir.append_line(scene.run.rollouts / "index.jsonl", {"at": at, "scored": cause is None, "cause": cause})
+
+
+def test_a_share_of_unscorable_rollouts_above_the_recipe_s_stops_the_run(scene: Scene) -> None:
+    limits = scene.cfg.rollout
+    allowed = int(limits.max_unscorable_share * limits.unscorable_window)
+    for number in range(allowed):
+        rollout(scene, "capture" if number % 2 else "policy")
+        rollout(scene, None)
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is None
+    rollout(scene, "capture")  # the oldest two, one of each, leave the window
+    rollout(scene, "capture")
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is not None and f"{allowed + 1} of the last {limits.unscorable_window}" in scene.stop["reason"]
+    assert "capture 18, policy 15" in scene.stop["reason"]
+
+
+def test_unscorable_rollouts_of_an_earlier_attempt_are_forgotten(scene: Scene) -> None:
+    for _ in range(scene.cfg.rollout.unscorable_window):
+        rollout(scene, "policy")
+    scene.now_s += 60
+    scene.watchdog = scene.start()
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is None
+
+
 def test_a_trainer_that_never_came_ends_the_watch_with_3_and_leaves_no_stop_request(scene: Scene) -> None:
     codes = scene.pass_time(scene.cfg.watchdog.start_limit_s + 2 * scene.cfg.watchdog.poll_s)
     assert codes[-1] == 3

@@ -1,0 +1,117 @@
+"""The compose stack of one run, as scripts drive it: which files, which environment, and a clean end.
+
+``scripts.run`` trains with it, ``scripts.eval`` evaluates with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from services.common import signals
+from services.common.errors import NotReadyError, RecipeError
+
+ROOT = Path(__file__).resolve().parent.parent
+VARIANTS = ("cpu", "cuda")
+LOG_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
+console = Console(stderr=True)
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM while a compose command ran."""
+
+
+def check_variant(variant: str) -> None:
+    """Raises: RecipeError: not one of VARIANTS."""
+    if variant not in VARIANTS:
+        raise RecipeError(f"VARIANT is {variant!r}; allowed: {', '.join(VARIANTS)}")
+
+
+def folder(variable: str, default: str) -> Path:
+    """The absolute folder that the environment variable names, or the project's own."""
+    return Path(os.environ.get(variable) or ROOT / default).resolve()
+
+
+class Stack:
+    """``docker compose`` with this run's files and environment."""
+
+    def __init__(self, variant: str, environment: dict[str, str], stop: signals.StopFlag) -> None:
+        files = "compose.yaml:compose.cpu.yaml" if variant == "cpu" else "compose.yaml"
+        self._environment = {"COMPOSE_FILE": files, **os.environ, **environment}
+        self._stop = stop
+
+    def __call__(self, *arguments: str, check: bool = True, quiet: bool = True, always: bool = False) -> int:
+        """Run a compose command. In its own session: Ctrl-C reaches this process only, which ends the command.
+
+        Args: check: raise when it fails. quiet: show nothing. always: not even Ctrl-C ends it (clean-up).
+        Raises: Interrupted. subprocess.CalledProcessError: with what it said.
+        """
+        process = subprocess.Popen(
+            ["docker", "compose", *arguments],
+            cwd=ROOT, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else None, stderr=subprocess.PIPE if quiet else None, text=True,
+        )  # fmt: skip
+        while True:
+            try:
+                _out, errors = process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if self._stop.is_set() and not always:
+                    process.terminate()
+                    process.communicate()
+                    raise Interrupted from None
+        if check and process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, arguments, stderr=errors)
+        return process.returncode
+
+    def evaluator(self, *arguments: str, **environment: str) -> int:
+        """Run a command of ``services.evaluator`` to its end, its output shown; return its exit code.
+
+        Args: environment: set in its container, over what compose.yaml gives it.
+        """
+        environment["COLUMNS"] = str(console.width if console.is_terminal else LOG_WIDTH)
+        return self(
+            "run", "--rm", "--no-deps", "--no-TTY",
+            *(f"--env={name}={value}" for name, value in environment.items()),
+            "evaluator", "python", "-m", "services.evaluator", *arguments,
+            check=False, quiet=False,
+        )  # fmt: skip
+
+    def exit_code(self, service: str) -> int | None:
+        """Exit code of the service's container; None while it runs, and when there is none."""
+        out = self._ask("ps", "--all", "--format", "{{.State}} {{.ExitCode}}", service).split()
+        return int(out[1]) if len(out) == 2 and out[0] == "exited" else None
+
+    def running(self) -> list[str]:
+        """Services of the project that have a running container, whichever run they belong to."""
+        return sorted(set(self._ask("--profile", "*", "ps", "--services", "--status", "running").split()))
+
+    def guarded(self, work: Callable[[], int]) -> int:
+        """Do ``work`` and return its exit code; a stop request and a failed compose command have theirs."""
+        try:
+            return work()
+        except Interrupted:
+            return 128 + signal.SIGINT
+        except subprocess.CalledProcessError as error:
+            console.print(f"[red]docker compose {' '.join(error.cmd)} failed:[/red]\n{error.stderr}")
+            self.show_logs()
+            return NotReadyError.exit_code
+
+    def show_logs(self) -> None:
+        console.print("[red]The last log lines of every service:[/red]")
+        self("--profile", "*", "logs", "--tail", "25", check=False, quiet=False, always=True)
+
+    def down(self) -> None:
+        self("--profile", "*", "down", "--remove-orphans", check=False, always=True)
+
+    def _ask(self, *arguments: str) -> str:
+        return subprocess.run(
+            ["docker", "compose", *arguments],
+            cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip

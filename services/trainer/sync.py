@@ -1,0 +1,25 @@
+"""The weight sync, with a note of when each version was served: see ``policy_versions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from services.common.run_dir import RunDir
+from services.trainer.policy_versions import VersionLog
+from services.weight_sync.client import LoraFactorSync
+
+
+class RecordedSync(LoraFactorSync):
+    """``LoraFactorSync`` of a run. Version N is the adapter after N - 1 syncs of this process; 1 is B = 0."""
+
+    def __init__(self, run: RunDir, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._log = VersionLog(run)
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._log.begins(self.version + 1)
+        super().send_weights(iterator)
+        self._log.served(self.version)
