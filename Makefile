@@ -14,12 +14,15 @@ COMPOSE := docker compose
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
 
 ##@ Run
-.PHONY: smoke train status logs down purge
+.PHONY: smoke train eval status logs down purge
 smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
 
 train: images $(VENV)/ready ## Train RECIPE with VARIANT=cpu|cuda, evaluate, summary
 	$(RUN) scripts.run --variant $(VARIANT)
+
+eval: images $(VENV)/ready ## Base against CKPT=2|best|final|base|hub:repo@rev of the newest run or RUN_NAME; N= TASKS= GREEDY=1
+	$(RUN) scripts.eval
 
 status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME
 	$(RUN) scripts.status

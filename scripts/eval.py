@@ -10,24 +10,21 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import docker
-import tomlkit
 import typer
 
-from scripts import preflight, run_view
+from scripts import preflight, run_recipe, run_view
 from scripts.stack import Stack, check_variant, console, folder
-from services.common import recipe, run_dir, signals
+from services.common import run_dir, signals
 from services.common import tasks as suites
-from services.common.errors import MachineError, RecipeError, run_main
+from services.common.errors import MachineError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.evaluator import checkpoints, hub
 from services.evaluator.cells import BASE, IMAGES
 from services.evaluator.results import choose, split_names
-
-RECIPE_FILE = "recipe.toml"
 
 
 def main(
@@ -48,8 +45,9 @@ def main(
 def _evaluate(name: str, n: int | None, tasks: str, greedy: bool, run: RunDir, variant: str, keep: bool) -> int:
     check_variant(variant)
     with tempfile.TemporaryDirectory() as scratch, signals.stop_event() as stop:
-        path = own_recipe(run, Path(scratch))
-        cfg = recipe.load(path, {"run.name": run.path.name})
+        cfg = run_recipe.of(run)
+        path = Path(scratch) / "recipe.toml"
+        run_dir.write_text(path, run_recipe.to_toml(cfg))
         name = find(run, name)
         check_tasks(cfg, tasks)
         stack = Stack(
@@ -81,28 +79,6 @@ def _evaluate(name: str, n: int | None, tasks: str, greedy: bool, run: RunDir, v
             if not keep:
                 console.print("[bold]Stopping the stack[/bold]")
                 stack.down()
-
-
-def own_recipe(run: RunDir, scratch: Path) -> Path:
-    """A file with the recipe that the run was made with; of a run without a manifest, the one that RECIPE names.
-
-    The recipe of today may differ from the one that a checkpoint was trained under.
-    """
-    manifest = run_dir.read_json(run.manifest)
-    if manifest is None:
-        if not (given := os.environ.get("RECIPE")):
-            raise RecipeError(f"run {run.path.name} has no manifest.json; set RECIPE to the recipe it was made with")
-        return Path(given).resolve()
-    path = scratch / RECIPE_FILE
-    run_dir.write_text(path, tomlkit.dumps(_without_none(manifest["recipe"])))
-    return path
-
-
-def _without_none(value: Any) -> Any:
-    """TOML has no null; the model has the same default."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
 
 
 def find(run: RunDir, name: str) -> str:

@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "opencode-rl-fidelity"
 CASES = ROOT / "tests" / "cases" / "lfm2_tool_calls.json"
 
+QUIET = ["--env", "TRL_EXPERIMENTAL_SILENCE=1", "--env", "HF_HUB_DISABLE_PROGRESS_BARS=1"]
+WIDTH = 120
+"""Of the table in a file or a pipe."""
+
 Row = dict[str, Any]
 """``services.trainer.fidelity.Check`` as JSON."""
 
@@ -46,7 +50,9 @@ def _main(variant: str, output: Path) -> int:
         console.print("Starting a policy for the checks")
         stack.run("up", "--detach", "--wait", "policy")
         console.print("Packing, weight sync and importance ratio")
-        rows = trainer_rows(stack.output("run", "--rm", "--no-deps", "-T", "trainer", *_module("trainer.fidelity")))
+        rows = trainer_rows(
+            stack.output("run", "--rm", "--no-deps", "-T", *QUIET, "trainer", *_module("trainer.fidelity"))
+        )
         console.print("Tool-call cases")
         parsed = stack.output("exec", "-T", "policy", *_module("policy.parse_cases"), "/dev/stdin", stdin=CASES)
         rows.append(cases_row(parsed))
@@ -55,7 +61,8 @@ def _main(variant: str, output: Path) -> int:
     passed = all(row["passed"] for row in rows)
     value = {"passed": passed, "wall_s": round(time.monotonic() - started, 1), "checks": rows}
     run_dir.write_json(output, {"recipe": os.environ.get("RECIPE"), "at": run_dir.utc_now(), **value})
-    Console().print(table(rows))
+    screen = Console()
+    screen.print(table(rows), width=screen.width if screen.is_terminal else WIDTH)
     console.print(f"{'all checks passed' if passed else 'A CHECK FAILED'}, {value['wall_s']:.0f} s, {output}")
     return 0 if passed else 1
 
@@ -120,11 +127,16 @@ def table(rows: list[Row]) -> Table:
     found.add_column("allowed", justify="right")
     found.add_column("")
     for row in rows:
-        number = row["found"]
-        shown = f"{number:.3g}" if isinstance(number, float) and not 0.5 < number < 2 else str(number)
+        shown = _shown(row["found"])
         name = f"[dim]control:[/dim] {row['check']}" if row["control"] else row["check"]
         found.add_row(name, shown, row["allowed"], "[green]PASS[/green]" if row["passed"] else "[red]FAIL[/red]")
     return found
+
+
+def _shown(found: float | int | str) -> str:
+    if not isinstance(found, float):
+        return str(found)
+    return f"{found:.7f}" if abs(found - 1) < 0.1 else f"{found:.3g}"  # a ratio near 1, or a difference
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class Env(Section):
     sandbox_image: str = "local/opencode-rl-sandbox:cpu"
     """Task base image with the agent baked in."""
     opencode_version: str = "1.18.33"
-    """Checked in every sandbox against the baked binary."""
+    """Checked against the binary in the sandbox image, once per image."""
     sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0
     sandbox_memory_mb: Positive = 4096
     sandbox_pids: Positive = 512

@@ -200,15 +200,15 @@ def fetch(reference: Reference, into: Path) -> Checkpoint:
         return Checkpoint(reference.step or 0, into / reference.label)
     repo = AdapterRepo(reference.repo)
     exact, adapter = _locate(repo, reference)
-    with _messages(repo):
-        _patiently(repo.fetch)(exact.revision, adapter, into / exact.label)
+    with messages(repo.repo, repo.where):
+        patiently(repo.fetch)(exact.revision, adapter, into / exact.label)
     return Checkpoint(exact.step or 0, into / exact.label)
 
 
 def _locate(repo: AdapterRepo, reference: Reference) -> tuple[Reference, RemoteAdapter]:
-    with _messages(repo):
-        commit = _patiently(repo.commit)(reference.revision)
-        found = adapters_in(_patiently(repo.files)(commit))
+    with messages(repo.repo, repo.where):
+        commit = patiently(repo.commit)(reference.revision)
+        found = adapters_in(patiently(repo.files)(commit))
     steps = [step for step in found if step is not None]
     step = reference.step if reference.step is not None or None in found or not steps else steps[-1]
     if step not in found:
@@ -270,33 +270,42 @@ def _is_whole(path: Path, listed: RepoFile) -> bool:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """A failure that may be gone at once; huggingface_hub waits out a 429 by itself, but not a failed GET."""
+    """A failure that may be gone at once. huggingface_hub waits out a 429, but does not repeat a failed GET."""
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in (429, 500, 502, 503, 504)
+        return status(error) in (429, 500, 502, 503, 504)
     return isinstance(error, DamagedError | httpx2.TransportError)
 
 
-_patiently = retry(
+patiently = retry(
     retry=retry_if_exception(_is_passing),
     stop=stop_after_attempt(ATTEMPTS),
     wait=wait_exponential_jitter(multiplier=0.5, max=10),
     reraise=True,
 )
+"""Calls a function that reads again when what went wrong may pass."""
 
 
 @contextlib.contextmanager
-def _messages(repo: AdapterRepo) -> Iterator[None]:
+def messages(repo: str, where: str) -> Iterator[None]:
     """Turn what huggingface_hub raises into one message each, with what to do."""
     try:
         yield
     except RevisionNotFoundError:
-        raise RecipeError(f"{repo.repo} has no such revision on {repo.where}") from None
+        raise RecipeError(f"{repo} has no such revision on {where}") from None
     except (RepositoryNotFoundError, GatedRepoError):
         raise RecipeError(
-            f"model {repo.repo} is not on {repo.where}, or this token may not read it; check the name and HF_TOKEN"
+            f"model {repo} is not on {where}, or this token may not read it; check the name and HF_TOKEN"
         ) from None
     except (*UNAVAILABLE, DamagedError) as error:
-        raise NotReadyError(f"{repo.where} does not give {repo.repo} ({_first_line(error)}); try again later") from None
+        if status(error) in (401, 403):
+            raise RecipeError(f"{where} refuses access to {repo} ({status(error)}); check HF_TOKEN") from None
+        raise NotReadyError(f"{where} does not serve {repo} ({_first_line(error)}); try again later") from None
+
+
+def status(error: BaseException) -> int | None:
+    """HTTP status of the answer that an error came with."""
+    response = getattr(error, "response", None)
+    return None if response is None else int(response.status_code)
 
 
 def _first_line(error: BaseException) -> str:

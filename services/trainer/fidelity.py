@@ -30,8 +30,7 @@ from trl.trainer.utils import add_fused_lm_head
 from services.common import recipe
 from services.common.errors import RecipeError, StoppedError, run_main
 from services.common.recipe import Recipe
-from services.trainer import attention, cpu, packing
-from services.trainer.policy_page import require_neutral_sampling
+from services.trainer import attention, cpu, packing, sampling_check
 from services.trainer.ratio import RATIO_AT_0, ratio_stats
 from services.weight_sync import names, proof
 from services.weight_sync.adapter import Adapter, base_hashes, drifted, merged_weights, read_weights
@@ -40,8 +39,7 @@ from services.weight_sync.checksum import checksum
 from services.weight_sync.client import LoraFactorSync
 from services.weight_sync.policy_server import PolicyServer
 
-SYNCS = 50
-CANARY_EVERY = 10
+SYNCS, CANARIES = 50, 5
 TIMEOUT_S = 120.0
 CHANGE = 0.05
 """Of a random adapter: size of scale * B @ A over the size of W0."""
@@ -84,13 +82,12 @@ def main() -> int:
 
 def run(cfg: Recipe, policy_url: str, num_syncs: int = SYNCS) -> list[Check]:
     """All checks, in the order of the issue's fidelity rules; a failed sync ends them with a row of its own."""
-    require_neutral_sampling(policy_url)
     model, tokenizer = load(cfg)
     checks = packing_checks(cfg, model, tokenizer)
-    sync = LoraFactorSync(_with_canaries(cfg), policy_url, device=next(model.parameters()).device)
+    sync = LoraFactorSync(_with_canaries(cfg, num_syncs), policy_url, device=next(model.parameters()).device)
     server = PolicyServer(policy_url, cfg.policy.served_model_name)
     try:
-        for part in (zero_sync_checks, many_sync_checks, ratio_checks):
+        for part in (zero_sync_checks, many_sync_checks, ratio_checks, sampling_checks):
             checks += part(_Bench(cfg, model, tokenizer, sync, server, num_syncs))
     except StoppedError as error:
         checks.append(Check("weight sync proves what is served", str(error), "no difference", False))
@@ -295,7 +292,7 @@ def ratio_checks(bench: _Bench) -> list[Check]:
     low, high = bench.cfg.trainer.ratio_bounds
     bound = bench.cfg.weight_sync.canary_max_abs_logprob_diff
     log_ratio, mask = _log_ratio(bench)
-    found = ratio_stats(log_ratio, mask, torch.zeros_like(mask))
+    found = ratio_stats(log_ratio, mask, torch.zeros_like(mask, dtype=torch.long))
     ratio, kl = (total / count for total, count in (found[RATIO_AT_0], found["kl/staleness_0"]))
     penalised, penalised_mask = _log_ratio(bench, repetition_penalty=REPETITION_PENALTY)
     return [
@@ -305,6 +302,16 @@ def ratio_checks(bench: _Bench) -> list[Check]:
         at_most("importance ratio at staleness 0: max |log ratio|", _max_abs(log_ratio, mask), bound),
         must_show("the same, repetition penalty in the request", _max_abs(penalised, penalised_mask), bound),
     ]  # fmt: skip
+
+
+def sampling_checks(bench: _Bench) -> list[Check]:
+    """What a generation_config.json may not do: change how a call is sampled that asks for nothing."""
+    report = sampling_check.measure(bench.server.url, bench.server.model)
+    bound = sampling_check.BOUND
+    return [
+        at_most("call without parameters vs full vocabulary: max |dlogp|", report.without_parameters, bound),
+        must_show("the same, temperature 0.5 in the request", report.half_temperature, bound),
+    ]
 
 
 def _log_ratio(bench: _Bench, **sampling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,8 +368,9 @@ def _digest(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _with_canaries(cfg: Recipe) -> Recipe:
-    return cfg.model_copy(update={"weight_sync": cfg.weight_sync.model_copy(update={"canary_every": CANARY_EVERY})})
+def _with_canaries(cfg: Recipe, num_syncs: int) -> Recipe:
+    every = {"canary_every": max(1, num_syncs // CANARIES)}
+    return cfg.model_copy(update={"weight_sync": cfg.weight_sync.model_copy(update=every)})
 
 
 if __name__ == "__main__":

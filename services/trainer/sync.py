@@ -1,4 +1,4 @@
-"""The weight sync, with a note of when each version was served: see ``policy_versions``."""
+"""The weight sync of a training run: it also asks how the policy samples, and notes when each version was served."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from services.common.run_dir import RunDir
+from services.trainer import sampling_check
 from services.trainer.policy_versions import VersionLog
 from services.weight_sync.client import LoraFactorSync
 
@@ -18,6 +19,11 @@ class RecordedSync(LoraFactorSync):
     def __init__(self, run: RunDir, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._log = VersionLog(run)
+
+    def init_weight_transfer(self) -> None:
+        super().init_weight_transfer()
+        # Not before: a policy that was left paused answers nothing until it is resumed here.
+        sampling_check.check(self._server.url, self._server.model)
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._log.begins(self.version + 1)

@@ -96,16 +96,15 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
 
     from services.trainer import attention, cpu, grpo, reward
     from services.trainer.callbacks import RunRecorder
-    from services.trainer.policy_page import ToolCallCounts, require_neutral_sampling
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
     from services.trainer.session import HarborSessionFactory
     from services.trainer.sync import RecordedSync
+    from services.trainer.tool_calls import ToolCallCounts
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
 
     peers = Peers.from_environment()
-    require_neutral_sampling(peers.policy_url)
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
     attention.install(cfg.trainer.attn_implementation)

@@ -66,6 +66,7 @@ class _Received:
     version: int
     layout: Layout
     buffer: torch.Tensor
+    checksum: str
     seconds: float
 
 
@@ -154,7 +155,9 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             started = time.perf_counter()
             buffer = layout.empty(group.device)
             group.broadcast(buffer)
-            return _Received(version, layout, buffer.to(device), time.perf_counter() - started)
+            buffer = buffer.to(device)
+            seconds = time.perf_counter() - started
+            return _Received(version, layout, buffer, f"{checksum(buffer):016x}", seconds)
 
         self._receiving = transport.background(receive)
 
@@ -178,14 +181,18 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         factors = received.layout.unpack(received.buffer)
 
         def parts(layer: str) -> Iterator[tuple[Place, torch.Tensor]]:
-            w0 = self._layers[layer].w0
+            served = self._layers[layer]
             for name, at in self._by_layer[layer]:
-                base = w0[at.here]
+                base = served.w0[at.here]
                 if name not in factors:  # no longer part of the adapter
                     yield at, base
                     continue
                 a, b = factors[name]
-                yield at, merged(base, a[:, at.columns.whole], b[at.rows.whole], received.layout.scale)
+                a, b, scale = a[:, at.columns.whole], b[at.rows.whole], received.layout.scale
+                if served.is_packed:
+                    yield at, merged(base, a, b, scale)
+                else:
+                    merged(base, a, b, scale, out=served.weight[at.here])  # where it is served, without a copy
 
         for name, layer in self._layers.items():
             layer.write(parts(name))
@@ -193,7 +200,7 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.cuda.synchronize(self.device)
         self._served = {
             "version": received.version,
-            "factors": f"{checksum(received.buffer):016x}",
+            "factors": received.checksum,
             "receive_s": received.seconds,
             "merge_s": time.perf_counter() - started,
         }

@@ -157,6 +157,8 @@ class _Nccl:
         self._stream = torch.cuda.Stream(self.device)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
+        if self._communicator is None:
+            raise TransportError("the NCCL group is closed")
         with torch.cuda.device(self.device):
             # The buffer was written on the caller's stream; ours must not read it before.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -166,10 +168,11 @@ class _Nccl:
         deadline = time.monotonic() + self._timeout_s
         while not done.query():
             if time.monotonic() > deadline:
+                self.close()  # aborts the kernel, which would wait for its peer on the GPU for ever
                 raise TransportError(f"the NCCL broadcast was not done after {self._timeout_s} s")
             time.sleep(0.0002)
 
     def close(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            background(communicator.destroy)  # may block on a dead peer
+            background(communicator.destroy)  # ncclCommAbort; may block on a dead peer

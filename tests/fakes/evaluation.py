@@ -74,6 +74,7 @@ class FakeEnv:
     tasks: list[Any]
     verdict: Callable[[str, str, int], Any]
     """(model, task, how many times this pair ran before) -> a result, or an exception to raise."""
+    suite: str = "smoke/heldout"
     calls: list[dict[str, Any]] = field(default_factory=list)
     open_clients: int = 0
     most_at_once: int = 0
@@ -93,7 +94,7 @@ class FakeClient:
     env: FakeEnv
 
     def splits(self) -> list[dict[str, Any]]:
-        return [{"name": "smoke/train", "num_tasks": 1}, {"name": "smoke/heldout", "num_tasks": len(self.env.tasks)}]
+        return [{"name": "smoke/train", "num_tasks": 1}, {"name": self.env.suite, "num_tasks": len(self.env.tasks)}]
 
     def num_tasks(self, split: str = "") -> int:
         return len(self.env.tasks)

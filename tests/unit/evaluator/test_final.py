@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from services.common import run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.run_dir import Checkpoint, RunDir
 from services.evaluator import final
@@ -122,6 +123,21 @@ def test_other_tasks_or_sampling_cannot_be_mistaken_for_a_point_of_the_curve(
     value = json.loads((run.eval / "other" / file).read_text())
     assert (len(value["tasks"]), value["greedy"]) == (tasks, "greedy" in file)
     assert not (run.eval / "checkpoint-2_results.json").exists()
+
+
+def test_other_images_than_the_run_s_are_other_conditions_and_no_point_of_the_curve(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint, console: Console
+) -> None:
+    ids = {"sandbox": "sha256:s", "env": "sha256:e", "policy": "sha256:p"}
+    run_dir.write_json(run.manifest, {"images": ids | {"tools": "sha256:t"}})
+    add_checkpoint(2)
+    final.one(make_evaluator(images=ids), "2", None, [], console)
+    assert (run.eval / "checkpoint-2_results.json").exists() and len(env.calls) == 6
+    final.one(make_evaluator(images=ids | {"policy": "sha256:new"}), "2", None, [], console)
+    assert len(env.calls) == 12, "both arms are run under the new image"
+    value = json.loads((run.eval / "other" / "checkpoint-2-3-tasks_results.json").read_text())
+    assert value["conditions"]["images"]["policy"] == "sha256:new"
+    assert "not those of the run" in _text(console)
 
 
 def test_greedy_is_asked_for_as_temperature_0(

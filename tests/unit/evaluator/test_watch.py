@@ -1,10 +1,13 @@
 """Following a run, with real files and a FAKE env and policy-eval: order, restarts, half-written checkpoints."""
 
+import hashlib
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,15 @@ from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.common.signals import StopFlag
+from services.common.tasks import load_suite
+from services.evaluator.adapters import WEIGHTS
 from services.evaluator.app import Evaluator
-from services.evaluator.watch import alarm_on_collapse, identity, watch
+from services.evaluator.checkpoints import find
+from services.evaluator.watch import ALARMS, alarm_on_collapse, identity, watch
 from tests.fakes.evaluation import FakeEnv, result
 from tests.fakes.policy_eval import BASE_NAME, FakePolicyEval
 
+ROOT = Path(__file__).resolve().parents[3]
 Make = Callable[..., Evaluator]
 AddCheckpoint = Callable[..., Checkpoint]
 
@@ -251,6 +258,115 @@ def test_a_collapse_does_not_replace_a_stop_request_that_is_there(cfg: Recipe, r
     run_dir.write_json(run.stop_request, {"reason": "first"})
     alarm_on_collapse(cfg, run, {"collapse_alarms": [{"step": 1, "best_step": 0, "drop": 1.0, "p_value": 0.0}]}, step=1)
     assert json.loads(run.stop_request.read_text()) == {"reason": "first"}
+
+
+@pytest.fixture
+def collapsing(
+    make_evaluator: Make, cfg: Recipe, tasks_dir: Path, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> Callable[[], Evaluator]:
+    """An evaluator of 12 tasks: checkpoint-2 passes all of them, later ones the first three."""
+    shutil.copytree(ROOT / "data/tasks/learn", tasks_dir / "learn")
+    shutil.copy(ROOT / "data/tasks/learn.json", tasks_dir)
+    env.suite = "learn/heldout"
+    env.tasks = list(load_suite(tasks_dir, env.suite, limit=12))
+    left = [task.name for task in env.tasks[:3]]
+    env.verdict = lambda model, task, _: result(
+        reward=float(_arm(model) in (BASE_NAME, "checkpoint-2") or task in left)
+    )
+    stopping = cfg.model_copy(
+        update={
+            "tasks": cfg.tasks.model_copy(update={"heldout": env.suite}),
+            "evaluator": cfg.evaluator.model_copy(
+                update={"watch_tasks": 12, "final_tasks": 12, "collapse_stops": True}
+            ),
+        }
+    )
+    add_checkpoint(2)
+    add_checkpoint(4)
+    return lambda: make_evaluator(cfg=stopping)
+
+
+def test_a_collapse_is_recorded_and_asks_the_trainer_to_stop(collapsing: Callable[[], Evaluator], run: RunDir) -> None:
+    _end(run)
+    assert watch(collapsing()) == 0
+    summary = json.loads((run.eval / "summary.json").read_text())
+    assert summary["best"] == "checkpoint-2"
+    [alarm] = summary["collapse_alarms"]
+    assert (alarm["step"], alarm["best_step"], alarm["drop"]) == (4, 2, 0.75)
+    assert alarm["p_value"] == pytest.approx(2 / 2**9)
+    request = json.loads(run.stop_request.read_text())
+    assert request["by"] == "evaluator" and "checkpoint-4 is 0.750 below checkpoint-2" in request["reason"]
+    assert run_dir.read_lines(run.eval / ALARMS)[0]["reason"] == request["reason"]
+
+
+def test_a_run_that_was_resumed_in_spite_of_a_collapse_is_not_stopped_by_it_again(
+    collapsing: Callable[[], Evaluator], run: RunDir, add_checkpoint: AddCheckpoint
+) -> None:
+    _end(run)
+    watch(collapsing())
+    run.stop_request.unlink()  # as the trainer's supervisor does at its start
+    watch(collapsing())
+    assert not run.stop_request.exists()
+    add_checkpoint(6)
+    watch(collapsing())
+    assert "checkpoint-6 is 0.750 below checkpoint-2" in json.loads(run.stop_request.read_text())["reason"]
+
+
+def test_of_a_small_drop_nobody_is_told(collapsing: Callable[[], Evaluator], run: RunDir, env: FakeEnv) -> None:
+    lost = [task.name for task in env.tasks[:5]]  # 5 of 12, p = 0.0625
+    env.verdict = lambda model, task, _: result(reward=float(_arm(model) != "checkpoint-4" or task not in lost))
+    _end(run)
+    watch(collapsing())
+    assert not run.stop_request.exists() and not (run.eval / ALARMS).exists()
+
+
+# --- The best checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_the_best_checkpoint_is_tagged_and_survives_the_rotation_of_checkpoints(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    env.verdict = lambda model, *_: result(reward=float(_arm(model) == "checkpoint-4"))
+    weights = {step: (add_checkpoint(step).path / WEIGHTS).read_bytes() for step in (2, 4, 6)}
+    _end(run)
+    watch(make_evaluator())
+    summary = json.loads((run.eval / "summary.json").read_text())
+    assert summary["best"] == "checkpoint-4"
+    assert [point["adapter_sha256"] for point in summary["checkpoints"]] == [
+        hashlib.sha256(weights[step]).hexdigest() for step in (2, 4, 6)
+    ]
+    shutil.rmtree(run.checkpoints / "checkpoint-4")
+    best = find(run, "best")
+    assert (best.step, (best.path / WEIGHTS).read_bytes()) == (4, weights[4])
+    assert [path.name for path in (run.eval / "best").iterdir()] == ["checkpoint-4"]
+    evaluator = make_evaluator()
+    env.calls.clear()
+    assert evaluator.evaluate(best, evaluator.watch_question)["adapter"]["pass_at_1"] == 1.0
+    assert env.calls == []
+
+
+def test_weights_that_were_written_anew_since_are_not_kept_as_the_best(
+    make_evaluator: Make, run: RunDir, add_checkpoint: AddCheckpoint
+) -> None:
+    evaluator = make_evaluator()
+    value = evaluator.evaluate(add_checkpoint(2, fill=1), evaluator.watch_question)
+    add_checkpoint(2, fill=2)
+    evaluator.record_checkpoint(value)
+    assert not (run.eval / "best").exists()
+
+
+def test_the_share_of_time_in_which_sandboxes_were_in_use_is_recorded(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    add_checkpoint(2)
+    _end(run)
+    env.verdict = lambda *_: (time.sleep(0.1), result(wall_s=0.1))[1]
+    watch(make_evaluator())
+    value = json.loads((run.eval / "checkpoint-2_results.json").read_text())
+    assert 0 < value["sandboxes_busy_share"] <= 1
+    evaluator = make_evaluator()
+    again = evaluator.evaluate(run.complete_checkpoints()[0], evaluator.watch_question)
+    assert again["sandboxes_busy_share"] is None
 
 
 def _until(condition: Callable[[], bool], limit_s: float = 20) -> None:

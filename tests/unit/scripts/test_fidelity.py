@@ -51,5 +51,5 @@ def test_table_shows_small_numbers_and_marks_failures_and_controls() -> None:
         console.print(fidelity.table(rows))
     lines = text.get().splitlines()
     assert any("1.23e-06" in line and "PASS" in line for line in lines)
-    assert any("0.99999975" in line for line in lines)
+    assert any("0.9999997" in line for line in lines)
     assert any("control: leak" in line and "FAIL" in line for line in lines)
