@@ -82,8 +82,8 @@ def run(
                     bench.note("factors", factor_syncs(model, bench.recipe("factors"), syncs))
             if "failures" in wanted:
                 with bench.load("trainer_killed"):
-                    bench.note("trainer_killed", trainer_killed(model, bench.recipe("factors"), work))
-                bench.note("server_killed", server_killed(model, bench.recipe("factors"), server))
+                    bench.attempt("trainer_killed", lambda: trainer_killed(model, bench.recipe("factors")))
+                bench.attempt("server_killed", lambda: server_killed(model, bench.recipe("factors"), server))
     if "full" in wanted:
         with bench.server("full"), bench.load("full"):
             bench.note("full", full_syncs(model, bench.recipe("full"), syncs))
@@ -116,6 +116,13 @@ class Bench:
         self.result[name] = value
         console.print(name, {key: item for key, item in value.items() if key != "each"})
         (Path(os.environ.get("OUT") or self._work) / "bench_sync.json").write_text(json.dumps(self.result, indent=1))
+
+    def attempt(self, name: str, phase: Callable[[], Any]) -> None:
+        """``note`` a phase, or how it failed: what comes after it is still measured."""
+        try:
+            self.note(name, phase())
+        except (StackError, subprocess.TimeoutExpired) as error:
+            self.note(name, {"failed": f"{type(error).__name__}: {error}"[:1500]})
 
     @contextmanager
     def server(self, mode: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -336,7 +343,7 @@ def full_syncs(model: Any, cfg: Recipe, syncs: int) -> dict[str, Any]:
     return summary(each[1:])  # the first warms up, as ours did
 
 
-def trainer_killed(model: Any, cfg: Recipe, work: Path) -> dict[str, Any]:
+def trainer_killed(model: Any, cfg: Recipe) -> dict[str, Any]:
     """A trainer dies with its broadcast under way: what the server says and when, and that it goes on."""
     from services.weight_sync.errors import WeightSyncError
     from services.weight_sync.policy_server import PolicyServer
@@ -351,6 +358,7 @@ def trainer_killed(model: Any, cfg: Recipe, work: Path) -> dict[str, Any]:
     except WeightSyncError as error:
         message = str(error)
     error_s = time.perf_counter() - started
+    console.print(message)
     started = time.perf_counter()
     sync = connected(model, cfg)
     after = one_sync(sync, model, 1)

@@ -10,32 +10,52 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 128
-"""Rows and columns of a program's tile: 64 sums a thread, in registers."""
-WARPS = 8
+ROWS = 8
+"""Rows a program merges: each number of A that it reads serves all of them. Unrolled in ``_merge``."""
+COLUMNS = 1024
+WARPS = 4
 
 
 @triton.jit
 def _merge(
     out, w0, a, b, scale, rows, columns, out_stride, w0_stride, a_stride, b_stride,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    row_inside, column_inside = row < rows, column < columns
-    inside = row_inside & column_inside
-    base = tl.load(w0 + row.to(tl.int64) * w0_stride + column, mask=inside, other=0.0).to(tl.float32)
-    # Zeros, in the register layout of ``base``: 8 neighbours of a row a thread, so that a row of A is read as one
-    # vector. From ``tl.zeros`` the compiler takes a layout that loads twice as many numbers as it adds.
-    total = tl.where(base == base, 0.0, -0.0)
+    """Merge ``ROWS`` rows by ``COLUMNS`` columns.
+
+    The sums are 1-D on purpose: each thread then holds neighbours of a row and reads A as one vector. For a 2-D tile
+    the compiler chose layouts, and others in each release, that took two to four times as long.
+    """
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    row = tl.program_id(0) * ROWS
+    left = b + row.to(tl.int64) * b_stride
+    s0 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    s1 = s0
+    s2 = s0
+    s3 = s0
+    s4 = s0
+    s5 = s0
+    s6 = s0
+    s7 = s0
     for k in range(RANK):
-        left = tl.load(b + row * b_stride + k, mask=row_inside, other=0.0).to(tl.float32)
-        right = tl.load(a + k * a_stride + column, mask=column_inside, other=0.0).to(tl.float32)
-        total += left * right  # two roundings: the launch forbids contraction
-    total *= scale
-    result = tl.where(total == 0, base, base + total)
-    at = out + row.to(tl.int64) * out_stride + column
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+        right = tl.load(a + k * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        # Two roundings each: the launch forbids contraction.
+        s0 += tl.load(left + k, mask=row < rows, other=0.0).to(tl.float32) * right
+        s1 += tl.load(left + b_stride + k, mask=row + 1 < rows, other=0.0).to(tl.float32) * right
+        s2 += tl.load(left + 2 * b_stride + k, mask=row + 2 < rows, other=0.0).to(tl.float32) * right
+        s3 += tl.load(left + 3 * b_stride + k, mask=row + 3 < rows, other=0.0).to(tl.float32) * right
+        s4 += tl.load(left + 4 * b_stride + k, mask=row + 4 < rows, other=0.0).to(tl.float32) * right
+        s5 += tl.load(left + 5 * b_stride + k, mask=row + 5 < rows, other=0.0).to(tl.float32) * right
+        s6 += tl.load(left + 6 * b_stride + k, mask=row + 6 < rows, other=0.0).to(tl.float32) * right
+        s7 += tl.load(left + 7 * b_stride + k, mask=row + 7 < rows, other=0.0).to(tl.float32) * right
+    sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    for i in tl.static_range(ROWS):
+        total = sums[i] * scale
+        here = inside & (row + i < rows)
+        base = tl.load(w0 + (row + i).to(tl.int64) * w0_stride + column, mask=here, other=0.0).to(tl.float32)
+        result = tl.where(total == 0, base, base + total)
+        tl.store(out + (row + i).to(tl.int64) * out_stride + column, result.to(out.dtype.element_ty), mask=here)
 
 
 def merge(w0: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor) -> None:
@@ -44,10 +64,10 @@ def merge(w0: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out:
     Args: w0, out: (out, in). a: (r, in). b: (out, r).
     """
     rows, columns = w0.shape
-    grid = (triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK))
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device(w0.device):
         _merge[grid](
             out, w0, a, b, float(scale), rows, columns, out.stride(0), w0.stride(0), a.stride(0), b.stride(0),
-            RANK=a.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK, num_warps=WARPS,
+            RANK=a.shape[0], ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
             enable_fp_fusion=False,  # a fused multiply-add rounds once, the reference twice
         )  # fmt: skip
