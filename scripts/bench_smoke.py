@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import docker
 import typer
@@ -56,11 +56,11 @@ class PeakMemory:
                 self.peak_bytes, self.at_peak = total, used
 
 
-def _used(stats: dict) -> int:
+def _used(stats: dict[str, Any]) -> int:
     memory = stats.get("memory_stats", {})
     details = memory.get("stats", {})
     cache = details.get("total_inactive_file", details.get("inactive_file", 0))
-    return max(0, memory.get("usage", 0) - cache)
+    return int(max(0, memory.get("usage", 0) - cache))
 
 
 def image_sizes(client: docker.DockerClient, names: list[str]) -> dict[str, int]:

@@ -103,6 +103,8 @@ def _with_evaluator(work: Callable[[Evaluator], int], *, console: Console | None
             return work(evaluator)
         except StoppedEarlyError:
             return 128 + signal.SIGTERM
+        finally:
+            evaluator.close()
 
 
 def _log_to_file_only() -> None:

@@ -23,12 +23,16 @@ from services.evaluator.tensors import TensorFile, TruncatedError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+SNAPSHOTS = "adapters"
+"""Folder below ``eval/`` of the copy that is loaded."""
+METRICS_TIMEOUT_S = 10.0
 CANARY_PROMPT = (
     "You are a careful engineer. List the files of the working directory, read the one that the question names, "
     "and write the answer to answer.txt. Use the bash tool for every step, one command at a time."
 )
 ZERO_BYTES = b"\0\x80"
 """All that 0.0 and -0.0 are made of, in any floating-point format."""
+_IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _FACTOR = re.compile(r"\.(?P<module>[A-Za-z0-9_]+)\.lora_(?P<factor>[AB])\.(?:default\.)?weight$")
 
 
@@ -65,9 +69,11 @@ def snapshot(checkpoint: Checkpoint, into: Path, lora: Lora) -> Adapter:
         before = recipes.file_sha256(source)
         name = f"{label}-{before[:12]}"
         target = into / name
-        target.mkdir(parents=True, exist_ok=True)
-        for file in (WEIGHTS, CONFIG):
-            shutil.copyfile(checkpoint.path / file, target / file)
+        # A request of a killed evaluator may still read an earlier copy, so a whole one is not written over.
+        if not (target / WEIGHTS).is_file() or recipes.file_sha256(target / WEIGHTS) != before:
+            target.mkdir(parents=True, exist_ok=True)
+            for file in (CONFIG, WEIGHTS):
+                shutil.copyfile(checkpoint.path / file, target / file)
     except FileNotFoundError as error:
         raise AdapterNotReadyError(f"{label} has no {Path(error.filename).name}") from None
     if recipes.file_sha256(target / WEIGHTS) != before:
@@ -164,6 +170,22 @@ class PolicyEval:
         response = self._client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": name})
         if response.status_code != httpx.codes.NOT_FOUND:
             response.raise_for_status()
+
+    def forget(self) -> None:
+        """Unload every adapter: one that a killed evaluator left behind takes no further request."""
+        for name, parent in self.models().items():
+            if parent is not None:
+                self.unload(name)
+
+    def is_idle(self) -> bool:
+        """Whether no request is running or waiting.
+
+        Until then an adapter's files must stay, unloaded or not: vLLM reads them again when a request in flight
+        finds its adapter evicted, and its engine ends if it cannot.
+        """
+        response = self._client.get(f"{self.url}/metrics", timeout=METRICS_TIMEOUT_S)
+        response.raise_for_status()
+        return not any(float(count) for count in _IN_FLIGHT.findall(response.text))
 
     def _canary(self, name: str) -> tuple[float, float]:
         """Largest difference of the adapter from the base, and of the base from itself (batching may move it)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import logging
@@ -10,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,27 @@ class Evaluator:
         # the same cells twice.
         with _locked(self.run.eval / ".lock"):
             self.store.reload()
-            snapshots = self.run.eval / "adapters"
-            shutil.rmtree(snapshots, ignore_errors=True)  # of an evaluator that was killed
+            self._policy.forget()
+            self._remove_snapshots()
             if checkpoint is None:
                 busy = self._run_missing(question, {BASE_ARM: self._policy.base_name()}, step=0)
                 value = results.compile_results(self.store, question, self.under, BASE_ARM, None)
                 return {**value, "sandboxes_busy_share": busy}
-            adapter = adapters.snapshot(checkpoint, snapshots, self.cfg.lora)
-            try:
-                value = self._evaluate_adapter(adapter, question, checkpoint.step)
-            finally:
-                shutil.rmtree(adapter.path, ignore_errors=True)
+            # It stays until the next evaluation or the end: rotation may delete the checkpoint, and it may be the best.
+            adapter = adapters.snapshot(checkpoint, self.run.eval / adapters.SNAPSHOTS, self.cfg.lora)
+            value = self._evaluate_adapter(adapter, question, checkpoint.step)
             return {**value, "step": checkpoint.step, "adapter_is_zero": adapter.zero}
+
+    def close(self) -> None:
+        """Remove the copy of the adapter that was loaded last, if nothing reads it any more."""
+        with contextlib.suppress(httpx.HTTPError):
+            self._remove_snapshots()
+        self._http.close()
+
+    def _remove_snapshots(self) -> None:
+        """Of earlier evaluations, and of evaluators that were killed, whose rollouts may still run."""
+        if self._policy.is_idle():
+            shutil.rmtree(self.run.eval / adapters.SNAPSHOTS, ignore_errors=True)
 
     def _evaluate_adapter(self, adapter: adapters.Adapter, question: Question, step: int) -> dict[str, Any]:
         arm, canary, busy = Arm(adapter.label, adapter.sha256), None, None
@@ -242,7 +251,7 @@ class Evaluator:
         return {**value, **own}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an advisory lock; it ends with the process, however that ends."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ to be the best, so the adapter of the best one is kept under ``eval/best`` as we
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from services.common import run_dir
 from services.common.errors import RecipeError
 from services.common.run_dir import Checkpoint, RunDir
 from services.evaluator import hub
-from services.evaluator.adapters import CONFIG, WEIGHTS
+from services.evaluator.adapters import CONFIG, SNAPSHOTS, WEIGHTS
 
 
 class Source(Protocol):
@@ -87,8 +88,8 @@ def keep_best(run: RunDir, summary: Mapping[str, Any]) -> None:
     kept = folder / point["label"]
     if _marker(kept) == point["adapter_sha256"]:
         return
-    source = next((found.path for found in known(run) if found.step == point["step"]), None)
-    if source is None or recipes.file_sha256(source / WEIGHTS) != point["adapter_sha256"]:
+    source = _holding(run, point)
+    if source is None:
         return
     (kept / run_dir.READY).unlink(missing_ok=True)
     kept.mkdir(parents=True, exist_ok=True)
@@ -98,6 +99,16 @@ def keep_best(run: RunDir, summary: Mapping[str, Any]) -> None:
     for older in folder.iterdir():
         if older != kept:
             shutil.rmtree(older)
+
+
+def _holding(run: RunDir, point: Mapping[str, Any]) -> Path | None:
+    """A folder with the very weights of a point of the curve: what was loaded, or else the checkpoint."""
+    loaded = run.eval / SNAPSHOTS / f"{point['label']}-{point['adapter_sha256'][:12]}"
+    for folder in (loaded, *(found.path for found in known(run) if found.step == point["step"])):
+        with contextlib.suppress(FileNotFoundError):  # rotated away meanwhile
+            if recipes.file_sha256(folder / WEIGHTS) == point["adapter_sha256"]:
+                return folder
+    return None
 
 
 def _marker(folder: Path) -> str | None:

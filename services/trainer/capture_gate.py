@@ -62,16 +62,16 @@ def breaches(rollout: Rollout, sampling: Sampling) -> list[Breach]:
 
 
 def of_the_policy(versions: Sequence[tuple[int, int]] | None) -> list[Breach]:
-    """Findings about the policy versions of a rollout's turns. None is fatal: the loss weighs each token by the
+    """Findings about the policy versions of a rollout's model calls. None is fatal: the loss weighs each token by the
     probability that it was really sampled with, whichever version that was.
 
-    Args: versions: of each turn, lowest and highest that can have sampled it; None: not known.
+    Args: versions: of each model call, lowest and highest that can have sampled it; None: not known.
     """
     if versions is None:
         return [Breach("no_policy_version", "the agent's log does not tell when its calls were answered", False)]
     return [
-        Breach("two_policies", f"turn {turn} ran across a weight sync: versions {low} to {high}", False)
-        for turn, (low, high) in enumerate(versions)
+        Breach("two_policies", f"call {call} ran across a weight sync: versions {low} to {high}", False)
+        for call, (low, high) in enumerate(versions)
         if low != high
     ]
 

@@ -59,17 +59,17 @@ def _versions(lines: list[dict[str, Any]], span: Span) -> Versions:
     return lowest, highest
 
 
-def turn_spans(trial: Path, num_turns: int) -> list[Span] | None:
+def call_spans(trial: Path, num_calls: int) -> list[Span] | None:
     """When each model call of the agent was asked and answered, from OpenCode's log.
 
-    Returns: None if the log does not tell it for exactly ``num_turns`` calls.
+    Returns: None if the log does not tell it for exactly ``num_calls`` calls.
     """
     started = (run_dir.read_json(trial / "result.json") or {}).get("agent_execution") or {}
     if not started.get("started_at"):
         return None
     asked_s = datetime.fromisoformat(started["started_at"]).timestamp()
     spans = list(_spans(_lines(trial / "agent" / "opencode.txt"), asked_s))
-    return spans if len(spans) == num_turns else None
+    return spans if len(spans) == num_calls else None
 
 
 def _spans(lines: list[dict[str, Any]], asked_s: float) -> Iterator[Span]:

@@ -43,7 +43,8 @@ class RolloutRecord:
     policy_steps: tuple[int, int]
     """The trainer's optimizer step when the rollout began and ended: the policy's version, at most one sync behind."""
     policy_versions: Sequence[tuple[int, int]] | None = None
-    """Of each turn, lowest and highest version that can have sampled it; None: not known."""
+    """Of each model call, in order and discarded ones too, lowest and highest version that can have sampled it; None:
+    not known."""
     agent_timeout: bool = False
     turns: int = 0
     tool_calls: int = 0

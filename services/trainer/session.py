@@ -281,8 +281,10 @@ class HarborSession(ResourceSession):
         return trace
 
     def _policy_versions(self, result: HarborRolloutResult) -> list[policy_versions.Versions] | None:
-        spans = policy_versions.turn_spans(self._run.trials / result.trial_name, len(result.turns))
-        return None if spans is None else policy_versions.VersionLog(self._run).of(spans)
+        # The proxy itself answers a call beyond the budget: the agent logs it, and no policy sampled it.
+        logged = result.n_turns + result.budget_stop_count
+        spans = policy_versions.call_spans(self._run.trials / result.trial_name, logged)
+        return None if spans is None else policy_versions.VersionLog(self._run).of(spans[: result.n_turns])
 
     def _policy_step(self) -> int:
         beat = health.read_heartbeats(self._run).get("trainer")

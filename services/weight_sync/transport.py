@@ -175,4 +175,5 @@ class _Nccl:
     def close(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
+            communicator.group.store = None  # frees rank 0's port now, not when the abort is done
             background(communicator.destroy)  # ncclCommAbort; may block on a dead peer

@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 BASE_NAME = "policy"
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="policy"}} {running:.1f}
+vllm:num_requests_waiting{{engine="0",model_name="policy"}} 0.0
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="policy",reason="capacity"}} 7.0
+"""
 
 
 class FakePolicyEval:
@@ -31,6 +38,7 @@ class FakePolicyEval:
         self.noise = 0.0
         """Added to every second answer: two answers of one model differ by it."""
         self.healthy = True
+        self.requests_running = 0
         self._answers = 0
         fake = self
 
@@ -38,6 +46,8 @@ class FakePolicyEval:
             def do_GET(self) -> None:
                 if self.path == "/health":
                     self._reply({}, 200 if fake.healthy else 503)
+                elif self.path == "/metrics":
+                    self._reply(METRICS.format(running=fake.requests_running))
                 elif self.path == "/v1/models":
                     self._reply({"object": "list", "data": fake.cards()})
                 else:
@@ -49,7 +59,7 @@ class FakePolicyEval:
                 self._reply(value, status)
 
             def _reply(self, value: Any, status: int = 200) -> None:
-                body = json.dumps(value).encode()
+                body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))

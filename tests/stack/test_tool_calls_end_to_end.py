@@ -112,8 +112,8 @@ def test_no_marker_reached_the_agent(stack: Stack, outcomes: dict[str, Any]) -> 
         assert not any("<|tool_call" in text for text in said), name
 
 
-def test_every_turn_has_a_policy_version(stack: Stack, outcomes: dict[str, Any]) -> None:
-    """No weight sync has been made: all are of the bare base, and the times of all turns are known."""
+def test_every_model_call_has_a_policy_version(stack: Stack, outcomes: dict[str, Any]) -> None:
+    """No weight sync has been made: all are of the bare base, and the times of all calls are known."""
     lines = {line["rollout_id"]: line for line in run_dir.read_lines(stack.run.rollouts / rollout_log.INDEX)}
     assert {name: lines[name]["policy_versions"] for name in outcomes} == {
         "edit": [[0, 0]] * 5, "two": [[0, 0]] * 2, "ambiguous": [[0, 0]],

@@ -35,6 +35,7 @@ from services.common.tasks import load_suite
 from services.evaluator import cells, rollout
 from tests.fakes.evaluation import write_adapter
 from tests.fakes.policy_eval import BASE_NAME, FakePolicyEval
+from tests.hub.server import LocalHub
 
 ROOT = Path(__file__).resolve().parents[3]
 SUITE = "smoke/heldout"
@@ -153,7 +154,6 @@ def policy_eval() -> Iterator[FakePolicyEval]:
 @pytest.fixture
 def cfg(tmp_path: Path) -> recipe.Recipe:
     text = (ROOT / "data/recipes/smoke.toml").read_text().replace("max_inflight = 2", "max_inflight = 3")
-    text = text.replace('source = "local"', 'source = "local"\nrevision = "sha256:' + "0" * 64 + '"')
     (tmp_path / "recipe.toml").write_text(text)
     return recipe.load(tmp_path / "recipe.toml")
 
@@ -300,6 +300,33 @@ def test_the_watcher_killed_in_the_middle_loses_and_doubles_no_cell(command: Cal
     summary = json.loads((run.eval / "summary.json").read_text())
     assert [point["step"] for point in summary["checkpoints"]] == [2, 4]
     assert run_dir.read_json(run.heartbeats / "evaluator")["phase"] == "done"
+
+
+def test_the_watcher_follows_a_hub_repository_where_it_shares_no_disk_with_the_trainer(
+    command: Callable[..., Any], run: RunDir
+) -> None:
+    """From checkpoints pushed one after the other to the end, which is the recipe's last step."""
+    folders = {step: run.checkpoints / f"checkpoint-{step}" for step in (2, 4)}
+    files = {
+        step: {f"checkpoints/{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
+        for step, folder in folders.items()
+    }
+    shutil.rmtree(run.checkpoints)
+    with LocalHub() as hub:
+        hub.commit("local/adapter", files[2])
+        process = command("watch", "--hub", ADAPTER_REPO="local/adapter", **hub.environment())
+        _until((run.eval / "checkpoint-2_results.json").exists, 90)
+        hub.commit("local/adapter", files[4])
+        code, _out, err = _finish(process)
+    assert code == 0, err
+    summary = json.loads((run.eval / "summary.json").read_text())
+    assert [point["step"] for point in summary["checkpoints"]] == [2, 4]
+    assert len(FakeRollouts.calls) == 12
+
+
+def test_a_hub_to_follow_must_be_named(command: Callable[..., Any]) -> None:
+    code, _out, err = _finish(command("watch", "--hub", ADAPTER_REPO=""))
+    assert code == 2 and "ADAPTER_REPO is not set" in err and "Traceback" not in err
 
 
 def test_sigterm_ends_the_watcher_within_seconds_although_a_rollout_runs(

@@ -205,3 +205,22 @@ def test_a_server_with_two_base_models_is_refused(
     monkeypatch.setattr(policy_eval, "cards", lambda: [{"id": "a"}, {"id": "b", "parent": None}])
     with pytest.raises(NotReadyError, match="2 base models"):
         policy.base_name()
+
+
+@pytest.mark.parametrize(("running", "idle"), [(0, True), (1, False), (12, False)])
+def test_requests_in_flight_are_read_from_the_server_s_metrics(
+    policy: PolicyEval, policy_eval: FakePolicyEval, running: int, idle: bool
+) -> None:
+    policy_eval.requests_running = running
+    assert policy.is_idle() is idle
+
+
+def test_a_whole_snapshot_is_not_written_over_while_the_server_may_read_it(
+    add_checkpoint: AddCheckpoint, tmp_path: Path, cfg: Recipe
+) -> None:
+    first = adapters.snapshot(add_checkpoint(2), tmp_path, cfg.lora)
+    before = (first.path / adapters.WEIGHTS).stat()
+    assert adapters.snapshot(add_checkpoint(2), tmp_path, cfg.lora) == first
+    assert (first.path / adapters.WEIGHTS).stat() == before
+    (first.path / adapters.WEIGHTS).write_bytes(b"cut")
+    assert adapters.snapshot(add_checkpoint(2), tmp_path, cfg.lora) == first

@@ -18,7 +18,7 @@ from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.common.signals import StopFlag
 from services.common.tasks import load_suite
-from services.evaluator.adapters import WEIGHTS
+from services.evaluator.adapters import WEIGHTS, snapshot
 from services.evaluator.app import Evaluator
 from services.evaluator.checkpoints import find
 from services.evaluator.watch import ALARMS, alarm_on_collapse, identity, watch
@@ -63,10 +63,30 @@ def test_adapters_are_unloaded_and_their_snapshots_removed(
     make_evaluator: Make, run: RunDir, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint
 ) -> None:
     add_checkpoint(2)
+    add_checkpoint(4)
     _end(run)
-    watch(make_evaluator())
+    evaluator = make_evaluator()
+    watch(evaluator)
     assert policy_eval.adapters == {}
-    assert list((run.eval / "adapters").iterdir()) == []
+    assert len(list((run.eval / "adapters").iterdir())) == 1
+    evaluator.close()
+    assert not (run.eval / "adapters").exists()
+
+
+def test_what_a_killed_evaluator_left_is_unloaded_but_its_files_stay_while_its_rollouts_run(
+    make_evaluator: Make, run: RunDir, policy_eval: FakePolicyEval, add_checkpoint: AddCheckpoint, cfg: Recipe
+) -> None:
+    """vLLM reads an adapter's files again for a request in flight, and its engine ends where they are gone."""
+    left = snapshot(add_checkpoint(2), run.eval / "adapters", cfg.lora)
+    policy_eval.adapters[left.name] = left.path
+    policy_eval.requests_running = 2
+    evaluator = make_evaluator()
+    evaluator.evaluate(add_checkpoint(4), evaluator.watch_question)
+    assert policy_eval.unloads[0] == left.name and policy_eval.adapters == {}
+    assert (left.path / WEIGHTS).exists()
+    policy_eval.requests_running = 0
+    evaluator.evaluate(add_checkpoint(4), evaluator.watch_question)
+    assert not left.path.exists()
 
 
 def test_a_restart_in_the_middle_of_a_checkpoint_runs_only_the_missing_cells(
@@ -345,11 +365,23 @@ def test_the_best_checkpoint_is_tagged_and_survives_the_rotation_of_checkpoints(
     assert env.calls == []
 
 
+def test_a_checkpoint_that_is_rotated_away_while_it_is_evaluated_can_still_be_the_best(
+    make_evaluator: Make, run: RunDir, env: FakeEnv, add_checkpoint: AddCheckpoint
+) -> None:
+    checkpoint = add_checkpoint(2)
+    weights = (checkpoint.path / WEIGHTS).read_bytes()
+    env.verdict = lambda *_: (shutil.rmtree(checkpoint.path, ignore_errors=True), result())[1]
+    _end(run)
+    watch(make_evaluator())
+    assert (find(run, "best").path / WEIGHTS).read_bytes() == weights
+
+
 def test_weights_that_were_written_anew_since_are_not_kept_as_the_best(
     make_evaluator: Make, run: RunDir, add_checkpoint: AddCheckpoint
 ) -> None:
     evaluator = make_evaluator()
     value = evaluator.evaluate(add_checkpoint(2, fill=1), evaluator.watch_question)
+    evaluator.close()
     add_checkpoint(2, fill=2)
     evaluator.record_checkpoint(value)
     assert not (run.eval / "best").exists()

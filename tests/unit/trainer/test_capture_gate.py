@@ -119,7 +119,7 @@ def test_turn_across_a_weight_sync_is_counted_and_trained() -> None:
     assert of_the_policy([(3, 3), (4, 4)]) == []
     (found,) = of_the_policy([(3, 3), (3, 4)])
     assert (found.name, found.fatal) == ("two_policies", False)
-    assert found.detail == "turn 1 ran across a weight sync: versions 3 to 4"
+    assert found.detail == "call 1 ran across a weight sync: versions 3 to 4"
 
 
 def test_turns_of_unknown_policy_are_counted() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.common import run_dir
 from services.common.run_dir import RunDir
-from services.trainer.policy_versions import FILE, MAX_LOG_BYTES, Span, VersionLog, turn_spans
+from services.trainer.policy_versions import FILE, MAX_LOG_BYTES, Span, VersionLog, call_spans
 
 T0 = 1_800_000_000.0
 
@@ -80,19 +80,19 @@ TWO_TURNS = [
 
 def test_a_call_is_asked_when_the_step_before_it_ended_and_answered_when_its_own_starts(tmp_path: Path) -> None:
     expected: list[Span] = [(T0, T0 + 4), (T0 + 6, T0 + 8)]
-    assert turn_spans(trial(tmp_path / "trial", *TWO_TURNS), 2) == expected
+    assert call_spans(trial(tmp_path / "trial", *TWO_TURNS), 2) == expected
 
 
-@pytest.mark.parametrize("num_turns", [1, 3])
-def test_a_log_of_another_number_of_calls_tells_nothing(tmp_path: Path, num_turns: int) -> None:
-    assert turn_spans(trial(tmp_path / "trial", *TWO_TURNS), num_turns) is None
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_a_log_of_another_number_of_calls_tells_nothing(tmp_path: Path, num_calls: int) -> None:
+    assert call_spans(trial(tmp_path / "trial", *TWO_TURNS), num_calls) is None
 
 
 def test_a_trial_without_result_or_log_tells_nothing(tmp_path: Path) -> None:
-    assert turn_spans(tmp_path / "missing", 2) is None
+    assert call_spans(tmp_path / "missing", 2) is None
     folder = trial(tmp_path / "trial", *TWO_TURNS)
     (folder / "agent" / "opencode.txt").unlink()
-    assert turn_spans(folder, 2) is None
+    assert call_spans(folder, 2) is None
 
 
 def test_what_a_hostile_agent_leaves_in_the_log_s_place_is_not_read(tmp_path: Path) -> None:
@@ -101,16 +101,16 @@ def test_what_a_hostile_agent_leaves_in_the_log_s_place_is_not_read(tmp_path: Pa
     real = folder / "elsewhere"
     log.rename(real)
     log.symlink_to(real)
-    assert turn_spans(folder, 2) is None
+    assert call_spans(folder, 2) is None
     log.unlink()
     os.mkfifo(log)  # a reader would wait for ever
-    assert turn_spans(folder, 2) is None
+    assert call_spans(folder, 2) is None
     log.unlink()
     with log.open("wb") as stream:
         stream.truncate(MAX_LOG_BYTES + 1)
-    assert turn_spans(folder, 2) is None
+    assert call_spans(folder, 2) is None
 
 
 def test_events_without_a_time_are_passed_over(tmp_path: Path) -> None:
     odd = [{"type": "step_start", "timestamp": "soon"}, {"type": "step_finish"}]
-    assert turn_spans(trial(tmp_path / "trial", *odd, *TWO_TURNS), 2) is not None
+    assert call_spans(trial(tmp_path / "trial", *odd, *TWO_TURNS), 2) is not None
