@@ -446,7 +446,7 @@ def one_sync(sync: Any, model: Any, step: int) -> dict[str, float]:
 @app.command()
 def load(path: Path, in_flight: Annotated[int, typer.Option()] = 16) -> None:
     """Keep ``in_flight`` completions running until SIGTERM; then write how many came back whole."""
-    counts = {"completed": 0, "failed": 0, "cut_short": 0, "output_tokens": 0, "first_error": ""}
+    counts: dict[str, Any] = {"completed": 0, "failed": 0, "cut_short": 0, "output_tokens": 0, "first_error": ""}
     started = time.monotonic()
 
     async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
