@@ -26,6 +26,7 @@ CONFIG = "adapter_config.json"
 SNAPSHOTS = "adapters"
 """Folder below ``eval/`` of the copy that is loaded."""
 METRICS_TIMEOUT_S = 10.0
+CANARY_TOKENS = 16
 CANARY_PROMPT = (
     "You are a careful engineer. List the files of the working directory, read the one that the question names, "
     "and write the answer to answer.txt. Use the bash tool for every step, one command at a time."
@@ -34,6 +35,10 @@ ZERO_BYTES = b"\0\x80"
 """All that 0.0 and -0.0 are made of, in any floating-point format."""
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _FACTOR = re.compile(r"\.(?P<module>[A-Za-z0-9_]+)\.lora_(?P<factor>[AB])\.(?:default\.)?weight$")
+
+
+Position = tuple[str, list[float]]
+"""A generated token, and the log-probabilities of the likeliest ones in its place, highest first."""
 
 
 class AdapterNotReadyError(Exception):
@@ -147,7 +152,7 @@ class PolicyEval:
     def load(self, adapter: Adapter) -> float:
         """Load the adapter and prove that it is the one that answers.
 
-        Returns: largest absolute difference of the canary prompt's log-probabilities from the base's, in nats.
+        Returns: largest absolute difference of the canary's log-probabilities from the base's, in nats.
         Raises: AdapterNotReadyError: the server refuses it. NotInEffectError: it answers as the base does.
         """
         if adapter.name not in self.models():
@@ -193,13 +198,23 @@ class PolicyEval:
         first, again, adapted = self._logprobs(base), self._logprobs(base), self._logprobs(name)
         return _distance(first, adapted), _distance(first, again)
 
-    def _logprobs(self, model: str) -> list[float]:
-        """Log-probability of each token of the canary prompt but the first, given those before it."""
-        body = {"model": model, "prompt": CANARY_PROMPT, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    def _logprobs(self, model: str) -> list[Position]:
+        """The likeliest continuations at each of the first tokens of a greedy answer to the canary prompt.
+
+        Not the prompt's own log-probabilities: computing those while another adapter's request is in the batch ends
+        vLLM 0.31's engine (its LoRA logits take one row a request).
+        """
+        body = {
+            "model": model, "prompt": CANARY_PROMPT, "max_tokens": CANARY_TOKENS, "temperature": 0, "ignore_eos": True,
+            "logprobs": 5,
+        }  # fmt: skip
         response = self._client.post(f"{self.url}/v1/completions", json=body)
         response.raise_for_status()
-        entries = response.json()["choices"][0]["prompt_logprobs"]
-        return [next(iter(entry.values()))["logprob"] for entry in entries if entry]
+        found = response.json()["choices"][0]["logprobs"]
+        return [
+            (token, sorted(top.values(), reverse=True))
+            for token, top in zip(found["tokens"], found["top_logprobs"], strict=True)
+        ]
 
     def _get(self, path: str) -> Any:
         response = self._client.get(f"{self.url}{path}")
@@ -207,5 +222,11 @@ class PolicyEval:
         return response.json()
 
 
-def _distance(a: list[float], b: list[float]) -> float:
-    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+def _distance(a: list[Position], b: list[Position]) -> float:
+    """Largest absolute difference, up to the first token that differs: after it the two have other prompts."""
+    largest = 0.0
+    for (token_a, top_a), (token_b, top_b) in zip(a, b, strict=True):
+        largest = max([largest, *(abs(x - y) for x, y in zip(top_a, top_b, strict=False))])
+        if token_a != token_b:
+            break
+    return largest

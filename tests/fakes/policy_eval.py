@@ -114,9 +114,13 @@ class FakePolicyEval:
         shift = 0.0 if model == BASE_NAME or model in self.deaf else _shift(self.adapters[model], self.deaf_to)
         self._answers += 1
         shift += self.noise * (self._answers % 2)
-        entries: list[Any] = [None]
-        entries += [{str(i): {"logprob": -1.0 - i / 8 + shift, "rank": 1, "decoded_token": "x"}} for i in range(6)]
-        return {"choices": [{"index": 0, "text": "x", "prompt_logprobs": entries}]}, 200
+        top = [{f"token_id:{i}{j}": -1.0 - i / 8 - j + shift for j in range(5)} for i in range(request["max_tokens"])]
+        logprobs = {
+            "tokens": [max(found, key=lambda token: found[token]) for found in top],
+            "token_logprobs": [max(found.values()) for found in top],
+            "top_logprobs": top,
+        }
+        return {"choices": [{"index": 0, "text": "x", "logprobs": logprobs}]}, 200
 
 
 def _shift(folder: Path, deaf_to: str | None) -> float:

@@ -56,8 +56,10 @@ def model() -> torch.nn.Module:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """vLLM with the shipped policy, started as the policy service starts it."""
     smoke = recipe.load(ROOT / "data/recipes/smoke.toml")
-    command = argv.argv(smoke, "train", "cpu", sys.executable)
-    environment = {**os.environ, "MODELS_DIR": str(SHIPPED.parent), **argv.environment(smoke, "train", "cpu")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELS_DIR", str(SHIPPED.parent))
+        command = argv.argv(smoke, "train", "cpu", sys.executable)
+        environment = {**os.environ, **argv.environment(smoke, "train", "cpu")}
     log = tmp_path_factory.mktemp("vllm") / "log"
     url = f"http://127.0.0.1:{argv.PORT}"
     with log.open("wb") as stream:

@@ -224,3 +224,10 @@ def test_a_whole_snapshot_is_not_written_over_while_the_server_may_read_it(
     assert (first.path / adapters.WEIGHTS).stat() == before
     (first.path / adapters.WEIGHTS).write_bytes(b"cut")
     assert adapters.snapshot(add_checkpoint(2), tmp_path, cfg.lora) == first
+
+
+def test_answers_are_compared_up_to_the_token_in_which_they_part() -> None:
+    base = [("a", [-0.1, -2.0]), ("b", [-0.2, -1.5]), ("c", [-0.3, -1.0])]
+    near = [("a", [-0.1, -2.0]), ("x", [-0.5, -1.5]), ("y", [-9.0, -9.5])]
+    assert adapters._distance(base, base) == 0
+    assert adapters._distance(base, near) == pytest.approx(0.3)
