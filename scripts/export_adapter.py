@@ -205,13 +205,13 @@ def _push(api: HfApi, repo: str, path: Path, files: tuple[str, ...], private: bo
 
 
 def _show(facts: Facts, written: Written) -> None:
-    shown = Table(title=f"{facts.checkpoint.path.name} of {facts.run}", title_justify="left")
-    shown.add_column("file", overflow="fold")
-    shown.add_column("bytes", justify="right")
     for path, files in written.folders.values():
+        console.print(f"{facts.checkpoint.path.name} of {facts.run} in {path}", soft_wrap=True, highlight=False)
+        shown = Table("file", show_edge=False)
+        shown.add_column("bytes", justify="right")
         for file in sorted({file for pattern in files for file in path.glob(pattern)}):
-            shown.add_row(str(file), f"{file.stat().st_size:,}")
-    console.print(shown)
+            shown.add_row(file.name, f"{file.stat().st_size:,}")
+        console.print(shown)
     if facts.results is None:
         console.print("These weights have no results: `make eval CKPT=...` makes them.")
     if facts.license is None:

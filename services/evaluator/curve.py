@@ -9,6 +9,7 @@ from typing import Any
 
 REWARD = "reward"
 TERMINAL_SIZE = (78, 18)
+MAX_TICKS = 10
 
 
 def draw(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -20,6 +21,7 @@ def draw(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], path:
     # Without a backend named before the import matplotlib looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -35,7 +37,9 @@ def draw(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], path:
     ]
     bottom.plot([step for step, _ in unparsed], [share for _, share in unparsed], "o-", color="tab:red", linewidth=1)
     bottom.set_ylabel("unparsed\ncalls a turn")
-    bottom.set_ylim(bottom=0)
+    highest = max([0.01, *(share for _, share in unparsed)])
+    bottom.set_ylim(-0.1 * highest, 1.1 * highest)  # a point at 0 is drawn whole
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.set_xlabel("optimizer step")
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
@@ -79,6 +83,8 @@ def terminal(summary: Mapping[str, Any]) -> str:
     figure.plot_size(*TERMINAL_SIZE)
     figure.title("pass@1 on held-out tasks, by optimizer step")
     figure.ruler("y").lim(0, 1)
+    shown = points[:: -(-len(points) // MAX_TICKS)]
+    figure.ruler("x").ticks([point["step"] for point in shown], [str(point["step"]) for point in shown])
     adapter = figure.signal(
         [point["step"] for point in points], [point["pass_at_1"] for point in points], marker="braille"
     )

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,30 @@ def test_modules_that_vllm_leaves_out_without_a_word_are_found_by_the_probe(
         policy.unload(adapter.name)
         with pytest.raises(NotReadyError, match=r"does not apply adapters to .*konv\.out_proj"):
             probe.check_every_kind(policy, adapter)
+
+
+def test_a_request_of_a_killed_evaluator_ends_well_although_its_adapter_is_unloaded_and_evicted(
+    vllm_server: Any, eval_url: str, run: RunDir, tmp_path: Path, prompt: list[int]
+) -> None:
+    """vLLM reads the files again for it; had they been removed, its engine would end, and so it would with a canary of
+    prompt log-probabilities beside the request."""
+    adapter = adapters.snapshot(run.complete_checkpoints()[0], tmp_path, vllm_server.recipe.lora)
+    body = {
+        "model": adapter.name, "prompt": prompt, "max_tokens": 1200, "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    with httpx.Client(timeout=120) as http, ThreadPoolExecutor(1) as pool:
+        policy = PolicyEval(eval_url, http)
+        policy.load(adapter)
+        flying = pool.submit(httpx.post, f"{eval_url}/v1/completions", json=body, timeout=120)
+        while policy.is_idle() and not flying.done():
+            time.sleep(0.01)
+        policy.forget()
+        assert policy.models().keys() == {vllm_server.recipe.policy.served_model_name}
+        assert not flying.done() and not policy.is_idle(), "the request was over too soon; the test proves nothing"
+        probe.check_every_kind(policy, adapter)
+        answer = flying.result()
+        assert answer.json()["usage"]["completion_tokens"] == 1200
+        while not policy.is_idle():
+            time.sleep(0.05)
+        assert policy.load(adapter) > 0
+        policy.forget()
