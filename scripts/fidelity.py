@@ -62,7 +62,9 @@ def _main(variant: str, output: Path) -> int:
     value = {"passed": passed, "wall_s": round(time.monotonic() - started, 1), "checks": rows}
     run_dir.write_json(output, {"recipe": os.environ.get("RECIPE"), "at": run_dir.utc_now(), **value})
     screen = Console()
-    screen.print(table(rows), width=screen.width if screen.is_terminal else WIDTH)
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    screen.print(table(rows))
     console.print(f"{'all checks passed' if passed else 'A CHECK FAILED'}, {value['wall_s']:.0f} s, {output}")
     return 0 if passed else 1
 
