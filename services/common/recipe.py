@@ -189,7 +189,8 @@ class Trainer(Section):
     """Allowed mean importance ratio at staleness 0; outside it is an alarm."""
     ratio_patience: Positive = 5
     """Steps in a row outside the bounds after which the run stops."""
-    report_to: Literal["none", "trackio", "wandb"] = "none"
+    report_to: Literal["none", "trackio", "wandb"] = "trackio"
+    """``trackio``: local, for `make dash`. ``wandb``: WANDB_API_KEY must be set. metrics.jsonl is written anyway."""
     packing_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
     """Start-up check: largest difference of a packed sample from the same sample alone, in nats. In bf16 at 2.6B,
     rounding alone makes 0.13 and a leak 2.8 (docs/benchmarks.md); float32 allows 1e-4."""

@@ -19,6 +19,8 @@ from typing import Any
 from services.common.errors import RecipeError
 
 READY = "READY"
+TRACKIO = ".trackio"
+"""Folder beside the runs with trackio's database of all of them."""
 APP_UID = 10001
 """User of every service but env, in all images."""
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
@@ -102,7 +104,9 @@ class RunDir:
 
     def prepare(self) -> None:
         """Make the folders that several services write to, owned by the services' user; env, as root, does it."""
-        for folder in (self.path, self.heartbeats, self.checkpoints, self.rollouts, self.eval, self.incidents):
+        shared = self.path.parent / TRACKIO
+        own = (self.path, self.heartbeats, self.checkpoints, self.rollouts, self.eval, self.incidents)
+        for folder in (shared, *own):
             folder.mkdir(parents=True, exist_ok=True)
             if os.geteuid() == 0:
                 os.chown(folder, APP_UID, APP_UID)

@@ -20,7 +20,7 @@ from openenv.harbor import rollout as openenv_rollout
 from openenv.harbor.models import HarborState
 from openenv.harbor.serving import HarborService
 
-from services.common import health, run_dir, signals
+from services.common import health, metrics, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
@@ -94,7 +94,9 @@ def serve(cfg: Recipe, run: RunDir) -> int:
     provider = suites.load(cfg, places.tasks_dir)
     control_socket = bind(places.control_host, CONTROL_PORT)
     capture_socket = bind(places.capture_host, CAPTURE_PORT)
-    with signals.stop_event() as stop, health.Pulse("env", run) as pulse:
+    # On the address of the control plane: no sandbox reaches it.
+    serving = metrics.serve("env", run, host=places.control_host)
+    with signals.stop_event() as stop, health.Pulse("env", run) as pulse, serving:
         if cfg.env.backend == "docker":
             check_engine(cfg, places.network)
             sweep(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -32,24 +33,33 @@ class Scoreboard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inflight = 0
+        self._inflight: dict[int, dict[str, Any]] = {}
+        self._started = 0
         self._done = 0
         self._failed: Counter[str] = Counter()
 
-    def started(self) -> None:
+    def started(self, task: str) -> int:
+        """Returns: the rollout's number, for ``ended``."""
         with self._lock:
-            self._inflight += 1
+            self._started += 1
+            self._inflight[self._started] = {"task": task, "since_s": round(time.time(), 1)}
+            return self._started
 
-    def ended(self, cause: str | None) -> None:
+    def ended(self, number: int, cause: str | None) -> None:
         with self._lock:
-            self._inflight -= 1
+            del self._inflight[number]
             self._done += 1
             if cause is not None:
                 self._failed[cause] += 1
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
-            return {"inflight": self._inflight, "done": self._done, "failed": dict(self._failed)}
+            return {
+                "inflight": len(self._inflight),
+                "rollouts": list(self._inflight.values()),  # oldest first
+                "done": self._done,
+                "failed": dict(self._failed),
+            }
 
 
 class RolloutEnvironment(HarborEnvironment):
@@ -74,17 +84,17 @@ class RolloutEnvironment(HarborEnvironment):
         return await super().step_async(action, timeout_s=timeout_s or self.outer_timeout_s, **kwargs)
 
     @override
-    async def _run_rollout(self, *args: Any, **kwargs: Any) -> str:
+    async def _run_rollout(self, split: str, task_index: int, *args: Any, **kwargs: Any) -> str:
         cause: str | None = Cause.ENV  # unless it ends by itself: a cancelled call, or a bug
-        self.board.started()
+        number = self.board.started(self.suites.task_name(split, task_index))
         try:
-            result = json.loads(await super()._run_rollout(*args, **kwargs))
+            result = json.loads(await super()._run_rollout(split, task_index, *args, **kwargs))
             cause = failure_cause(SimpleNamespace(**result), training=result["rollout_type"] == "train")
             if result["trial_name"]:
                 result["phase_timings"] = phase_timings(self.trials / result["trial_name"] / "result.json")
             return json.dumps(result)
         finally:
-            self.board.ended(cause)
+            self.board.ended(number, cause)
 
 
 def phase_timings(trial_result: Path) -> dict[str, float]:

@@ -46,6 +46,11 @@ class SuiteProvider:
             raise IndexError(f"task index {index} out of range ({len(tasks)} tasks in {split!r})")
         return tasks[index].folder
 
+    def task_name(self, split: str, index: int) -> str:
+        """For people; a task that is not there has a name too."""
+        tasks = self._suites.get(split, ())
+        return tasks[index].name if 0 <= index < len(tasks) else f"{split}[{index}]"
+
     def _tasks(self, split: str) -> tuple[Task, ...]:
         if split not in self._suites:
             raise ValueError(f"unknown split {split!r}; served splits are {sorted(self._suites)}")

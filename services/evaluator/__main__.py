@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.common import health, log, recipe, signals
+from services.common import health, log, metrics, recipe, signals
 from services.common.errors import RecipeError, run_main
 from services.common.run_dir import RunDir
 from services.evaluator.app import Announce, Evaluator, Peers, StoppedEarlyError
@@ -94,7 +94,7 @@ def _with_evaluator(work: Callable[[Evaluator], int], *, console: Console | None
     if console is not None:
         _log_to_file_only()
         announce = _printer(console)
-    with signals.stop_event() as stop, health.Pulse("evaluator", run) as pulse:
+    with signals.stop_event() as stop, health.Pulse("evaluator", run) as pulse, metrics.serve("evaluator", run):
         evaluator = Evaluator(
             cfg, run, Peers.from_environment(), Path(tasks_dir), pulse, stop,
             greedy=greedy, images=json.loads(os.environ.get("IMAGE_IDS") or "null"), announce=announce,

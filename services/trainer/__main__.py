@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.common import health, log, recipe, run_dir, signals
+from services.common import health, log, metrics, recipe, run_dir, signals
 from services.common.errors import StoppedError, run_main
 from services.common.run_dir import RunDir
+from services.trainer import tracker
 
 POLL_S = 0.5
 
@@ -28,7 +29,8 @@ def main() -> int:
     logger = log.setup("trainer-supervisor", run.path)
     run.stop_request.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)
-    with signals.stop_event() as stop:
+    serving = metrics.serve("trainer", run, cfg.trainer.max_steps)
+    with signals.stop_event() as stop, serving, tracker.follow(run, cfg):
         child = subprocess.Popen([sys.executable, "-m", "services.trainer.train"])
         asked: dict[str, Any] | None = None
         kill_at: float | None = None

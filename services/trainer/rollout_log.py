@@ -49,6 +49,12 @@ class RolloutRecord:
     turns: int = 0
     tool_calls: int = 0
     trainable_tokens: int = 0
+    completion_tokens: int = 0
+    """Sampled in all turns, discarded ones too."""
+    cap_hits: int = 0
+    """Turns that ended at sampling.max_completion_tokens."""
+    budget_stops: int = 0
+    """Model calls that were asked for beyond rollout.max_tool_calling_iterations."""
     sandbox_s: float = 0.0
     """Environment start to teardown, as the env server measured it."""
     agent_s: float = 0.0

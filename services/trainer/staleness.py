@@ -19,6 +19,8 @@ from trl.trainer.utils import pad
 from services.trainer.ratio import ratio_stats
 
 MODEL_VERSION = "model_version"
+STALE_LENGTHS = (1024, 4096, 16384, 65536)
+"""Upper bounds, in tokens, of the counters of dropped samples."""
 
 
 class StalenessTrainer(AsyncGRPOTrainer):
@@ -28,12 +30,17 @@ class StalenessTrainer(AsyncGRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         if self.rollout_queue is not None:
-            self.rollout_queue = VersionedQueue(self.rollout_queue)
+            self.rollout_queue = VersionedQueue(self.rollout_queue, self._count_stale)
         loader = super().get_train_dataloader()
         # accelerate iterates the loader that it wraps.
         inner = loader.base_dataloader
         inner.collate_fn = VersionedCollator(inner.collate_fn)
         return loader
+
+    def _count_stale(self, sample: Any) -> None:
+        """Count a sample that TRL is about to drop, by its length: long rollouts are the ones that come too late."""
+        if self.model_version - sample.model_version > self.args.max_staleness:
+            self._metrics["train"][stale_key(len(sample.input_ids))].append(1.0)
 
     def compute_loss(self, model: Callable[..., Any], inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         log_probs: list[torch.Tensor] = []
@@ -53,15 +60,24 @@ class StalenessTrainer(AsyncGRPOTrainer):
         return loss
 
 
+def stale_key(num_tokens: int) -> str:
+    """Name of the counter for dropped samples of this length; TRL sums what has ``total`` in its name."""
+    bound = next((str(bound) for bound in STALE_LENGTHS if num_tokens <= bound), "inf")
+    return f"sample/dropped_stale_le_{bound}_total"
+
+
 class VersionedQueue:
     """A rollout queue as the trainer sees it, which notes each sample's policy version in the sample's metrics."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Any, seen: Callable[[Any], None]) -> None:
+        """Args: seen: called with each sample before the trainer gets it."""
         self._queue = queue
+        self._seen = seen
 
     def get(self, timeout: float | None = None) -> Any:
         sample = self._queue.get(timeout=timeout)
         sample.metrics = {**sample.metrics, MODEL_VERSION: sample.model_version}
+        self._seen(sample)
         return sample
 
     def qsize(self) -> int:

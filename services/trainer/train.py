@@ -167,12 +167,12 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         gradient_checkpointing=cfg.trainer.gradient_checkpointing,
         save_steps=cfg.trainer.save_steps,
         save_total_limit=cfg.trainer.keep_checkpoints,
-        report_to=cfg.trainer.report_to,
+        report_to="none",  # services.trainer.tracker sends metrics.jsonl
         disable_tqdm=True,
         model_init_kwargs={"revision": _hub_revision(cfg)} if cfg.model.source == "hub" else None,
     )
     sync = RecordedSync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
-    extra_metrics = [sync.metrics, RolloutCounts(run).metrics, ToolCallCounts(peers.policy_url).metrics]
+    extra_metrics = [sync.metrics, RolloutCounts(run, cfg).metrics, ToolCallCounts(peers.policy_url).metrics]
     guard = RatioGuard(cfg.trainer.ratio_bounds, cfg.trainer.ratio_patience)
     trainer = grpo.FactorSyncTrainer(
         model=cfg.model_location(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common import health, log, recipe, signals
+from services.common import health, log, metrics, recipe, signals
 from services.common.errors import run_main
 from services.common.run_dir import RunDir
 
@@ -16,7 +16,12 @@ def main() -> int:
 
     peers = app.peers_from_environment()
     log.setup("watchdog", run.path)
-    with signals.stop_event() as stop, httpx.Client() as client, health.Pulse("watchdog", run) as pulse:
+    with (
+        signals.stop_event() as stop,
+        httpx.Client() as client,
+        health.Pulse("watchdog", run) as pulse,
+        metrics.serve("watchdog", run),
+    ):
         return app.Watchdog(cfg, run, peers, client).watch(pulse, stop)
 
 

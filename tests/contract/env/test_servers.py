@@ -139,7 +139,7 @@ def test_failed_rollout_is_counted_by_cause(provider: SuiteProvider) -> None:
     board = RolloutEnvironment.board
     HarborService._instance = None
     asyncio.run(RolloutEnvironment()._run_rollout("smoke/train", 0, "opencode", "docker", "", False, False))
-    assert board.snapshot() == {"inflight": 0, "done": 1, "failed": {"env": 1}}
+    assert board.snapshot() == {"inflight": 0, "rollouts": [], "done": 1, "failed": {"env": 1}}
 
 
 # --- A client that goes away --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from services.trainer import packing
 from services.trainer.ratio import ratio_stats
-from services.trainer.staleness import MODEL_VERSION, StalenessTrainer
+from services.trainer.staleness import MODEL_VERSION, StalenessTrainer, stale_key
 from tests.contract.trainer.tiny_models import LORA_TARGETS, SHIPPED, use_stand_ins
 
 LENGTHS = (60, 45, 33, 90)
@@ -163,6 +163,22 @@ def test_one_row_may_hold_several_versions(build):
     trainer.train()
     assert logged(trainer, "ratio/staleness_0") == [pytest.approx(1.0, abs=1e-5)]
     assert logged(trainer, "ratio/staleness_1") == [pytest.approx(1.0, abs=1e-5)]
+
+
+def test_dropped_samples_are_counted_by_their_length(build):
+    trainer = build(max_steps=1, learning_rate=0.0, max_staleness=0)
+    packing.install(trainer.model)
+    for version in (0, 1, 1):
+        for length in LENGTHS:
+            trainer.rollout_queue.put(sample(trainer, length, version))
+    trainer.train()
+    assert logged(trainer, "sample/dropped_stale_total") == [float(len(LENGTHS))]
+    assert logged(trainer, "sample/dropped_stale_le_1024_total") == [float(len(LENGTHS))]
+
+
+def test_a_counter_of_dropped_samples_names_the_length_that_it_goes_up_to():
+    names = [stale_key(length) for length in (1024, 1025, 70_000)]
+    assert names == [f"sample/dropped_stale_le_{bound}_total" for bound in ("1024", "4096", "inf")]
 
 
 def test_the_shipped_model_passes_the_start_up_check(build):
