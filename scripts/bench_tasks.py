@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.prepare.hub import RemoteFile
 from services.common.errors import run_main
 from services.common.tasks import HubSource, PinFile, dump_pin, load_task, pin_task
+from services.hub.files import RemoteFile
 
 ROOT = Path(__file__).resolve().parents[1]
 REVISION = "0" * 40
@@ -63,7 +64,7 @@ def fill_cache(cache: Path, tasks_dir: Path, num_tasks: int) -> Path:
             path.write_text(text)
             content = text.encode()
             sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            listed.append(RemoteFile(path.relative_to(root).as_posix(), len(content), sha1).__dict__)
+            listed.append(asdict(RemoteFile(path.relative_to(root).as_posix(), len(content), sha1)))
     (root / "listing.json").write_text(json.dumps(listed))
     folders = sorted((root / "tasks").iterdir())
     pin = PinFile(source=source, tasks=tuple(pin_task(load_task(folder, published=True)) for folder in folders))

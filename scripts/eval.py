@@ -22,9 +22,10 @@ from services.common import tasks as suites
 from services.common.errors import MachineError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.evaluator import checkpoints, hub
+from services.evaluator import checkpoints
 from services.evaluator.cells import BASE, IMAGES
 from services.evaluator.results import choose, split_names
+from services.hub import adapters as hub
 
 
 def main(

@@ -30,8 +30,9 @@ from services.common import run_dir
 from services.common.errors import NotReadyError, RecipeError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.evaluator import checkpoints, hub
+from services.evaluator import checkpoints
 from services.evaluator.adapters import CONFIG, WEIGHTS
+from services.hub import client as hub
 
 CONFLICT = 412
 console = Console()

@@ -25,7 +25,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from scripts.prepare import hub, materialise, select, verify
+from scripts.prepare import materialise, select, verify
 from services.common import recipe as recipes
 from services.common.errors import RecipeError, run_main
 from services.common.run_dir import write_text
@@ -40,6 +40,9 @@ from services.common.tasks import (
     load_pin,
     load_task,
 )
+from services.hub import datasets
+from services.hub.client import connect, messages
+from services.hub.files import RemoteFile
 
 TASKS_DIR = Path(__file__).resolve().parents[1] / "data" / "tasks"
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opencode-rl" / "tasks"
@@ -77,9 +80,9 @@ def pin(
     check_form("--folder", [folder], r"[a-z0-9][a-z0-9_-]*", "one lower-case folder name")
     target = pin_path(tasks_dir, name)
     others = [task for other in disjoint_from or [] for task in load_pin(pin_path(tasks_dir, other)).tasks]
-    api = hub.connect()
-    source = HubSource(repo=repo, revision=hub.resolve_revision(api, repo, revision), folder=folder)
-    remote = hub.RemoteTasks(api, source, cache_dir)
+    api = connect()
+    source = HubSource(repo=repo, revision=datasets.resolve_revision(api, repo, revision), folder=folder)
+    remote = datasets.RemoteTasks(api, source, cache_dir)
     files = remote.files()
     if not files:
         raise RecipeError(f"{repo} has no task in {folder}/ at {source.revision}")
@@ -224,7 +227,7 @@ def is_up_to_date(folder: Path, pinned: PinFile, settings: materialise.Settings,
 def cached(pinned: PinFile, cache_dir: Path, workers: int) -> Path:
     """Bring the pinned tasks into the cache. Returns: the folder that holds them."""
     assert isinstance(pinned.source, HubSource)
-    remote = hub.RemoteTasks(hub.connect(), pinned.source, cache_dir)
+    remote = datasets.RemoteTasks(connect(), pinned.source, cache_dir)
     files = remote.files()
     if absent := [task.name for task in pinned.tasks if task.name not in files]:
         raise RecipeError(
@@ -234,7 +237,7 @@ def cached(pinned: PinFile, cache_dir: Path, workers: int) -> Path:
     return remote.folder
 
 
-def download(remote: hub.RemoteTasks, files: list[hub.RemoteFile], workers: int) -> None:
+def download(remote: datasets.RemoteTasks, files: list[RemoteFile], workers: int) -> None:
     missing = remote.missing(files)
     if missing:
         with progress("downloading", len(missing)) as advance:
@@ -360,8 +363,8 @@ def token_counter(recipe: Path, models_dir: Path) -> Callable[[str], int]:
     if model.source == "local":
         path = models_dir / model.id / "tokenizer.json"
     else:
-        api = hub.connect()
-        with hub.hub_errors(model.id, api.endpoint):
+        api = connect()
+        with messages(model.id, api.endpoint):
             path = Path(api.hf_hub_download(model.id, "tokenizer.json", revision=model.revision))
     if not path.is_file():
         raise RecipeError(f"{path} is missing; the recipe's model {model.id} has no tokenizer there")

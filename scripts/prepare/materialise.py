@@ -22,8 +22,7 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from scripts.prepare.hub import machine_error
-from services.common.errors import NotReadyError, RecipeError
+from services.common.errors import NotReadyError, RecipeError, machine_error
 from services.common.tasks import (
     ALLOWED_VARIABLES,
     COMPOSE_FILE,

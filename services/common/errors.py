@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
@@ -48,3 +49,11 @@ def run_main(main: Callable[[], int]) -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     sys.exit(code)
+
+
+def machine_error(error: OSError) -> MachineError:
+    """One message for a disk that is full or a file that cannot be read or written."""
+    where = error.filename2 or error.filename or "a file"  # a failed copy names its source first
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MachineError(f"no space left while writing {where}; free some and run it again")
+    return MachineError(f"{where} cannot be read or written: {error.strerror or error}")

@@ -19,6 +19,9 @@ from typing import Any
 from services.common.errors import RecipeError
 
 READY = "READY"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+"""The two files of an adapter, as PEFT writes them."""
 TRACKIO = ".trackio"
 """Folder beside the runs with trackio's database of all of them."""
 APP_UID = 10001

@@ -42,7 +42,7 @@ def watch(
 
 def _hub_source(evaluator: Evaluator) -> Source:
     """Raises: RecipeError: ADAPTER_REPO is not set, or names no repository."""
-    from services.evaluator import hub
+    from services.hub import adapters as hub
 
     repo = os.environ.get("ADAPTER_REPO", "")
     if not repo:

@@ -18,11 +18,9 @@ import httpx
 from services.common import recipe as recipes
 from services.common.errors import NotReadyError
 from services.common.recipe import Lora
-from services.common.run_dir import Checkpoint
+from services.common.run_dir import CONFIG, WEIGHTS, Checkpoint
 from services.evaluator.tensors import TensorFile, TruncatedError
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 SNAPSHOTS = "adapters"
 """Folder below ``eval/`` of the copy that is loaded."""
 METRICS_TIMEOUT_S = 10.0

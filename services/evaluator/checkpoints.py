@@ -17,8 +17,8 @@ from services.common import recipe as recipes
 from services.common import run_dir
 from services.common.errors import RecipeError
 from services.common.run_dir import Checkpoint, RunDir
-from services.evaluator import hub
 from services.evaluator.adapters import CONFIG, SNAPSHOTS, WEIGHTS
+from services.hub import adapters as hub
 
 
 class Source(Protocol):

@@ -17,8 +17,8 @@ from services.evaluator import checkpoints, curve
 from services.evaluator.adapters import AdapterNotReadyError
 from services.evaluator.app import Evaluator
 from services.evaluator.cells import BASE
-from services.evaluator.hub import PREFIX
 from services.evaluator.results import SUFFIX, Question
+from services.hub.adapters import PREFIX
 
 MAX_FAILURES_SHOWN = 10
 

@@ -18,8 +18,8 @@ from services.common import recipe, run_dir, tasks
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.evaluator import hub
 from services.evaluator.adapters import CONFIG, WEIGHTS
+from services.hub import client as hub
 from tests.fakes.evaluation import write_adapter, write_safetensors
 from tests.fakes.run import evaluation
 from tests.hub.server import Fault, LocalHub

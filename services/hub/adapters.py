@@ -7,52 +7,32 @@ are whole as soon as their commit is there.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx2
-import huggingface_hub
-from huggingface_hub import HfApi, RepoFile
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 
-from services.common import recipe as recipes
 from services.common import run_dir
-from services.common.errors import NotReadyError, RecipeError
-from services.common.run_dir import READY, Checkpoint
-from services.evaluator.adapters import CONFIG, WEIGHTS
+from services.common.errors import RecipeError
+from services.common.run_dir import CONFIG, READY, WEIGHTS, Checkpoint
+from services.hub.client import UNAVAILABLE, DamagedError, connect, first_line, messages, patiently
+from services.hub.files import RemoteFile, list_files
 
 PREFIX = "hub:"
 DOWNLOADS = "hub"
 """Folder below ``eval/`` with what was asked for by name: ``<label>/``."""
 MIRROR = "mirror"
 """Folder below ``eval/`` with what a watcher brought here: ``<content>/checkpoint-N/``."""
-REQUEST_TIMEOUT_S = 30.0
-ATTEMPTS = 3
-UNAVAILABLE = (HfHubHTTPError, httpx2.HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled)
 _REFERENCE = re.compile(r"^hub:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@:]+))?(?::(?:checkpoint-)?(?P<step>\d+))?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
 _MARKER = re.compile(rf"^(?P<folder>(?:.+/)?checkpoint-(?P<step>\d+)/){READY}$")
-logger = logging.getLogger("evaluator")
-
-
-class DamagedError(Exception):
-    """What arrived is not what the Hub lists."""
+logger = logging.getLogger("hub")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +69,8 @@ class RemoteAdapter:
     step: int | None
     folder: str
     """Path in the repository with a slash at its end; empty: the top."""
-    weights: RepoFile
-    config: RepoFile
+    weights: RemoteFile
+    config: RemoteFile
 
 
 class AdapterRepo:
@@ -125,9 +105,8 @@ class AdapterRepo:
     def where(self) -> str:
         return self._api.endpoint
 
-    def files(self, commit: str) -> dict[str, RepoFile]:
-        listed = self._api.list_repo_tree(self.repo, recursive=True, revision=commit)
-        return {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
+    def files(self, commit: str) -> dict[str, RemoteFile]:
+        return {file.path: file for file in list_files(self._api, self.repo, commit)}
 
     def fetch(self, commit: str, adapter: RemoteAdapter, target: Path) -> None:
         """Bring the adapter's files to ``target``, READY last; one that is there already is not asked for again.
@@ -142,7 +121,7 @@ class AdapterRepo:
         )
         target.mkdir(parents=True, exist_ok=True)
         for listed, name in ((adapter.weights, WEIGHTS), (adapter.config, CONFIG)):
-            if not _is_whole(aside / listed.path, listed):
+            if not listed.is_at(aside / listed.path):
                 shutil.rmtree(aside)
                 raise DamagedError(f"{listed.path} of {self.repo} arrived with other bytes than {self.where} lists")
             os.replace(aside / listed.path, target / name)
@@ -150,23 +129,7 @@ class AdapterRepo:
         run_dir.write_text(target / READY, f"{commit}\n")
 
 
-def connect() -> HfApi:
-    """The API of the Hub that HF_ENDPOINT names, the public one by default, with a bound on every request."""
-    huggingface_hub.set_client_factory(_bounded_client)
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-
-
-def _bounded_client() -> httpx2.Client:
-    def bound(request: httpx2.Request) -> None:
-        # Listings ask for timeout=None, which overrides a client's default: one silent server would hang us for ever.
-        limits = request.extensions.get("timeout") or {}
-        names = ("connect", "read", "write", "pool")
-        request.extensions["timeout"] = {name: limits.get(name) or REQUEST_TIMEOUT_S for name in names}
-
-    return httpx2.Client(event_hooks={"request": [bound]}, follow_redirects=True)
-
-
-def adapters_in(files: dict[str, RepoFile]) -> dict[int | None, RemoteAdapter]:
+def adapters_in(files: dict[str, RemoteFile]) -> dict[int | None, RemoteAdapter]:
     """Step -> complete adapter, oldest first; None: the one at the top of the repository.
 
     Raises: RecipeError: two folders hold the same step.
@@ -239,7 +202,7 @@ class HubSource:
         try:
             self._look()
         except (*UNAVAILABLE, DamagedError) as error:
-            logger.warning("the Hub is asked again later", extra={"repo": self._repo.repo, "error": _first_line(error)})
+            logger.warning("the Hub is asked again later", extra={"repo": self._repo.repo, "error": first_line(error)})
         return [self._fetched[step] for step in sorted(self._fetched)]
 
     def ended(self) -> bool:
@@ -255,58 +218,8 @@ class HubSource:
             if step is None:
                 continue
             # By content: a commit that leaves the adapter as it is costs nothing, one that changes it is seen.
-            target = self._into / adapter.weights.blob_id[:16] / f"checkpoint-{step}"
+            target = self._into / adapter.weights.content_id[:16] / f"checkpoint-{step}"
             self._repo.fetch(commit, adapter, target)
             self._fetched[step] = Checkpoint(step, target)
         self._over = any(path.rpartition("/")[2] == "result.json" for path in files)
         self._seen = commit
-
-
-def _is_whole(path: Path, listed: RepoFile) -> bool:
-    if listed.lfs is not None:
-        return recipes.file_sha256(path) == listed.lfs.sha256
-    data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == listed.blob_id
-
-
-def _is_passing(error: BaseException) -> bool:
-    """A failure that may be gone at once. huggingface_hub waits out a 429, but does not repeat a failed GET."""
-    if isinstance(error, HfHubHTTPError):
-        return status(error) in (429, 500, 502, 503, 504)
-    return isinstance(error, DamagedError | httpx2.TransportError)
-
-
-patiently = retry(
-    retry=retry_if_exception(_is_passing),
-    stop=stop_after_attempt(ATTEMPTS),
-    wait=wait_exponential_jitter(multiplier=0.5, max=10),
-    reraise=True,
-)
-"""Calls a function that reads again when what went wrong may pass."""
-
-
-@contextlib.contextmanager
-def messages(repo: str, where: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one message each, with what to do."""
-    try:
-        yield
-    except RevisionNotFoundError:
-        raise RecipeError(f"{repo} has no such revision on {where}") from None
-    except (RepositoryNotFoundError, GatedRepoError):
-        raise RecipeError(
-            f"model {repo} is not on {where}, or this token may not read it; check the name and HF_TOKEN"
-        ) from None
-    except (*UNAVAILABLE, DamagedError) as error:
-        if status(error) in (401, 403):
-            raise RecipeError(f"{where} refuses access to {repo} ({status(error)}); check HF_TOKEN") from None
-        raise NotReadyError(f"{where} does not serve {repo} ({_first_line(error)}); try again later") from None
-
-
-def status(error: BaseException) -> int | None:
-    """HTTP status of the answer that an error came with."""
-    response = getattr(error, "response", None)
-    return None if response is None else int(response.status_code)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,10 +13,12 @@ from rich.console import Console
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
-from services.evaluator import checkpoints, final, hub
+from services.evaluator import checkpoints, final
 from services.evaluator.adapters import CONFIG, WEIGHTS
 from services.evaluator.app import Evaluator
 from services.evaluator.watch import watch
+from services.hub import adapters as hub
+from services.hub.client import ATTEMPTS
 from tests.fakes.evaluation import FakeEnv, write_adapter
 from tests.hub.server import Fault, LocalHub
 
@@ -159,7 +161,7 @@ def test_a_download_that_was_cut_is_not_taken_for_whole_and_goes_on(
     server: LocalHub, files: Files, run: RunDir
 ) -> None:
     server.commit(REPO, files("checkpoint-2/"))
-    server.fail(Fault("GET", rf"/resolve/.*/{WEIGHTS}", status=500, times=hub.ATTEMPTS))
+    server.fail(Fault("GET", rf"/resolve/.*/{WEIGHTS}", status=500, times=ATTEMPTS))
     with pytest.raises(NotReadyError, match="try again later"):
         checkpoints.find(run, f"hub:{REPO}")
     assert list(run.eval.rglob("READY")) == []
