@@ -9,7 +9,7 @@ from typing import Literal
 
 from services.common.errors import RecipeError
 from services.common.recipe import Recipe
-from services.weight_sync.plugin import ENGINE, WORKER_EXTENSION
+from services.weight_sync.plugin import ENGINE, PLUGIN, WORKER_EXTENSION
 
 Role = Literal["train", "eval"]
 Device = Literal["cpu", "cuda"]
@@ -52,6 +52,7 @@ def environment(recipe: Recipe, role: Role, device: Device) -> dict[str, str]:
     if role == "train":
         # pause, resume, weight transfer, collective_rpc. Without authentication: only the trainer may reach the port.
         found["VLLM_SERVER_DEV_MODE"] = "1"
+        found["VLLM_PLUGINS"] = PLUGIN  # without it vLLM loads no endpoint of a plugin
     else:
         found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":

@@ -7,14 +7,21 @@ changes the sum. It guards against accidents, not against an adversary.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 24
 """Bounds the int64 work space to 128 MiB."""
+_FOLD = 4096
+"""Columns into which a vector is folded: one row of millions would need a work space of four times its size."""
+ROW_SEED, COLUMN_SEED = 0x1E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
-def _weights(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
+def position_weights(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
     """splitmix64 of the positions, made odd so that no bit of an element is lost. Wraps like any int64."""
     x = torch.arange(start, stop, dtype=torch.int64, device=device) + seed
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
@@ -26,19 +33,27 @@ def _weights(start: int, stop: int, seed: int, device: torch.device) -> torch.Te
 def checksum(matrix: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
     """Checksum of ``matrix``, the slice of a larger one that begins at (first_row, first_column).
 
-    Args: matrix: 1-D (one row) or 2-D, any type.
+    Args: matrix: 2-D, or 1-D (rows of 4096, the last one shorter); any type.
     Returns: 0 <= sum < 2**64. Sums of disjoint slices add up, modulo 2**64, to the sum of the whole.
     """
     matrix = matrix.detach()
     if matrix.ndim == 1:
-        matrix = matrix[None]
+        whole = matrix.numel() // _FOLD
+        rest = checksum(matrix[None, whole * _FOLD :], first_row=whole)
+        return (checksum(matrix[: whole * _FOLD].view(whole, _FOLD)) + rest) % (1 << 64)
     rows, columns = matrix.shape
-    v = _weights(first_column, first_column + columns, 0x632BE59BD9B4E019, matrix.device)
+    if not matrix.numel():
+        return 0
+    if matrix.device.type == "cuda" and matrix.dtype in _ON_GPU and matrix.stride(1) == 1 and HAS_TRITON:
+        from services.weight_sync import grouped
+
+        return grouped.checksum_of(matrix, first_row, first_column)
+    v = position_weights(first_column, first_column + columns, COLUMN_SEED, matrix.device)
     total = 0
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     for top in range(0, rows, step):
         chunk = matrix[top : top + step].contiguous()
         bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64)
-        u = _weights(first_row + top, first_row + top + len(chunk), 0x1E3779B97F4A7C15, matrix.device)
+        u = position_weights(first_row + top, first_row + top + len(chunk), ROW_SEED, matrix.device)
         total += int(((bits * v).sum(1) * u).sum())
     return total % (1 << 64)

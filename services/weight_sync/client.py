@@ -2,7 +2,7 @@
 
 ``AsyncGRPOTrainer(weight_transfer=LoraFactorSync(...))`` calls ``init_weight_transfer`` once and, after each
 step, ``send_weights`` with the factors that ``names.lora_factors`` yields. Called on its own, ``send_weights``
-pauses the server itself and only for the merge: the buffer travels while generation goes on. After ``pause``
+has the server pause itself and only for the merge: the buffer travels while generation goes on. After ``pause``
 (TRL's own order) it leaves the server paused for ``resume``. Either way a sync that fails resumes it.
 """
 
@@ -41,8 +41,9 @@ class LoraFactorSync:
         self.version = 0
         """Of the adapter that is served; each sync adds one."""
         self.last_timings: dict[str, float] = {}
-        """Of the last sync, seconds but for ``bytes`` and ``version``: pack, transfer, pause, merge, resume, verify,
-        and paused, the time without generation."""
+        """Of the last sync, in seconds but for ``bytes`` and ``version``. ``transfer_s``: asking the workers to
+        receive, and the broadcast, ``wire_s``. ``paused_s``: from the request to the answer that generation goes on;
+        in it ``drain_s`` (the running step), ``reset_s`` (caches), ``merge_s``. ``verify_s``: the proof, afterwards."""
         self.last_canary: CanaryResult | None = None
         self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
         self._settings = recipe.weight_sync
@@ -60,12 +61,14 @@ class LoraFactorSync:
         self._paused_at: float | None = None
 
     def prove_with(self, *, base_weight: proof.BaseWeight | None = None, canary: Canary | None = None) -> None:
-        """What the first sync of a connection and each ``canary_every``-th are checked against, besides what was sent.
+        """What syncs are checked against, besides what was sent.
 
         Args:
-            base_weight: target -> the trainer's pristine weight: base and served weights are then recomputed and
-                compared bit for bit.
-            canary: a prompt and the trainer's scorer: log-probabilities are then compared.
+            base_weight: target -> the trainer's pristine weight. After each sync the merge is then computed here too,
+                and its checksums are compared with those of the served weights; on the first sync of a connection
+                and each ``canary_every``-th the bases are compared as well.
+            canary: a prompt and the trainer's scorer: log-probabilities are compared on the first sync of a
+                connection and each ``canary_every``-th.
         """
         self._base_weight, self._canary = base_weight, canary
 
@@ -79,7 +82,7 @@ class LoraFactorSync:
     # -- TRL's protocol --------------------------------------------------------------------------------------
 
     def init_weight_transfer(self) -> None:
-        """Connect to the policy; also after a trainer that died and left it paused or with an open session.
+        """Connect to the policy; also after a trainer that died and left it paused.
 
         Raises: WeightSyncError: the policy is not there, or the group was not formed in time.
         """
@@ -89,9 +92,6 @@ class LoraFactorSync:
         if server.is_paused():
             log.warning("the policy was left paused; resuming it")
             server.resume()
-        if any(report["session_open"] for report in server.reports(settings.init_timeout_s)):
-            log.warning("the policy was left with an open weight update; closing it")
-            server.finish_update()
         self._join_group(server.world_size() + 1)
 
     def pause(self) -> None:
@@ -117,8 +117,6 @@ class LoraFactorSync:
             if self._pause_first and not paused_by_caller:
                 self.pause()
             self._stage()
-            if self._paused_at is None:
-                self.pause()
             self._apply()
         except BaseException:
             self._abandon()
@@ -202,7 +200,7 @@ class LoraFactorSync:
         layout = factors.Layout.of(pairs, self._dtype, self._scale)
         if layout != self._layout or self._buffer is None:
             self._layout, self._layout_sent = layout, False
-            self._buffer = layout.empty(self._transport.device)
+            self._buffer = layout.empty(self._device)
         layout.pack(pairs, self._buffer)
         self.last_timings["bytes"] = self._buffer.numel() * self._buffer.element_size()
         self.last_timings["pack_s"] = time.perf_counter() - started
@@ -210,38 +208,42 @@ class LoraFactorSync:
     def _stage(self) -> None:
         assert self._layout is not None and self._buffer is not None and self._transport is not None
         started = time.perf_counter()
-        info: dict[str, Any] = {"phase": "stage", "version": self.version + 1}
+        info: dict[str, Any] = {"version": self.version + 1}
+        settings = self._settings
         if not self._layout_sent:
             info["layout"] = self._layout.to_json()
-        self._server.start_update()
-        # The first one reads the base of packed layers from the checkpoint, so it gets the longer limit.
-        self._server.update("stage", info, self._settings.init_timeout_s)
+            # This one also reads and keeps the base and gets the longer limit, which no frozen server shall use up.
+            self._server.check_health()
+        self._server.stage(info, settings.transfer_timeout_s if self._layout_sent else settings.init_timeout_s)
         self._layout_sent = True
+        staged = time.perf_counter()
         try:
             self._transport.broadcast(self._buffer)
         except transport.TransportError as error:
             raise WeightSyncError(self._server.url, "transfer", str(error)) from error
-        self.last_timings["transfer_s"] = time.perf_counter() - started
+        now = time.perf_counter()
+        self.last_timings |= {"transfer_s": now - started, "wire_s": now - staged}
 
     def _apply(self) -> None:
         started = time.perf_counter()
-        version = self.version + 1
-        self._server.update(
-            "merge", {"phase": "apply", "version": version}, self._settings.transfer_timeout_s + MARGIN_S
+        settings, version = self._settings, self.version + 1
+        timeout_s = max(settings.pause_timeout_s, settings.transfer_timeout_s)
+        found = self._server.apply(
+            version, settings.transfer_timeout_s, timeout_s + MARGIN_S, resume=self._paused_at is None
         )
-        self._server.finish_update(str(version))
         self.version = version
-        self.last_timings["version"] = version
-        self.last_timings["merge_s"] = time.perf_counter() - started
+        keys = ("drain_s", "reset_s", "merge_s")
+        self.last_timings |= {"version": version, **{key: found[key] for key in keys}}
+        if self._paused_at is None:
+            self.last_timings["paused_s"] = time.perf_counter() - started
 
     def _abandon(self) -> None:
-        """After a failure: close the session and let the server go on with the last adapter."""
+        """After a failure: let the server go on with the last adapter."""
         self._leave_group()  # out of step with the server; only a new connection may be used
-        for step in (self._server.finish_update, self.resume):
-            try:
-                step()
-            except WeightSyncError as error:  # no session was open, or the server is gone: the cause is on its way up
-                log.warning("while giving up a weight sync: %s", error)
+        try:
+            self.resume()
+        except WeightSyncError as error:  # the server is gone: the cause is on its way up
+            log.warning("while giving up a weight sync: %s", error)
         self._paused_at = None
 
     # -- proof -----------------------------------------------------------------------------------------------
@@ -251,16 +253,19 @@ class LoraFactorSync:
         started = time.perf_counter()
         server, url = self._server, self._server.url
         timeout_s = self._settings.transfer_timeout_s
+        merged = None
+        if self._base_weight is not None:
+            merged = proof.merged_checksums(self._layout, self._buffer, self._base_weight)
         reports = server.reports(timeout_s)
         proof.received(reports, self.version, f"{checksum(self._buffer):016x}", url)
         served = proof.whole_checksums(reports, "targets")
-        if not self._proved or self.version % self._settings.canary_every == 0:
-            if self._base_weight is not None:
-                base = proof.base_checksums(served, self._base_weight, self._dtype)
-                proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
-                merged = proof.merged_checksums(self._layout, self._buffer, self._base_weight)
-                proof.same("merged weights", merged, served, url)
-            if self._canary is not None:
-                self.last_canary = self._canary.check(server, self.version, timeout_s)
-            self._proved = True
+        in_full = not self._proved or self.version % self._settings.canary_every == 0
+        if in_full and self._base_weight is not None:
+            base = proof.base_checksums(served, self._base_weight, self._dtype)
+            proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
+        if merged is not None:
+            proof.same("merged weights", merged, served, url)
+        if in_full and self._canary is not None:
+            self.last_canary = self._canary.check(server, self.version, timeout_s)
+        self._proved = True
         self.last_timings["verify_s"] = time.perf_counter() - started

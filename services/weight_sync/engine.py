@@ -1,25 +1,27 @@
 """vLLM's side: keeps the pristine base of the targets, receives factors, serves the merge.
 
-Registered as a weight-transfer engine (``plugin``), so vLLM's own endpoints drive it. One sync is
+Registered as a weight-transfer engine (``plugin``), so vLLM gives it the model and ``/init_weight_transfer_engine``.
+One sync is
 
-    /start_weight_update                                   open a session
-    /update_weights {phase: stage, version, layout?}       begin to receive, on a thread: generation goes on
+    /collective_rpc weight_sync_stage      begin to receive, on a thread: generation goes on
     (the trainer broadcasts)
-    /update_weights {phase: apply, version}                wait for the buffer, merge, serve; the caller paused first
-    /finish_weight_update                                  close the session
+    /weight_sync/apply                     ``endpoint``: when the factors are there: pause, merge, resume
+    /collective_rpc weight_sync_report     what is served, read back from the weights
 
-A session that is finished or broken before ``apply`` changes nothing: the last adapter stays served.
+vLLM's own start, update and finish are not used: each of them is a call of its own that waits for a running step,
+and between them the server would stand still. A sync that breaks before ``apply`` changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -29,12 +31,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from services.weight_sync import transport
-from services.weight_sync.checksum import checksum
+from services.weight_sync.checksum import HAS_TRITON, checksum
 from services.weight_sync.factors import Layout
 from services.weight_sync.merge import merged
 from services.weight_sync.served import Place, ServedLayer, locate, place
 
 log = logging.getLogger("vllm.weight_sync")  # below vLLM's logger, so that it reaches vLLM's handlers
+
+NOTHING_SERVED: dict[str, Any] = {"version": None, "factors": None, "receive_s": None, "merge_s": None}
 
 
 @dataclass(kw_only=True)
@@ -51,16 +55,6 @@ class InitInfo(WeightTransferInitInfo):
     transfer_timeout_s: float
 
 
-@dataclass(kw_only=True)
-class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of ``/update_weights``."""
-
-    phase: Literal["stage", "apply"]
-    version: int
-    layout: dict[str, Any] | None = None
-    """Only when it differs from the one sent last on this connection."""
-
-
 @dataclass
 class _Received:
     version: int
@@ -70,23 +64,23 @@ class _Received:
     seconds: float
 
 
-class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class LoraFactorsEngine(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
     init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    update_info_cls = WeightTransferUpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._transport: transport.Transport | None = None
-        self._timeout_s = 0.0
         self._layout: Layout | None = None
+        self._buffer: torch.Tensor | None = None
         self._receiving: Future[_Received] | None = None
-        self._session_open = False
         self._layers: dict[str, ServedLayer] = {}
         self._targets: dict[str, tuple[str, Place]] = {}
         self._by_layer: dict[str, list[tuple[str, Place]]] = defaultdict(list)
         self._base: dict[str, Any] = {}
-        self._served: dict[str, Any] = {"version": None, "factors": None, "receive_s": None, "merge_s": None}
+        self._served = dict(NOTHING_SERVED)
+        self._gpu: _GpuMerge | None = None
 
     # -- what vLLM calls -------------------------------------------------------------------------------------
 
@@ -95,7 +89,6 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-        self._timeout_s = init_info.transfer_timeout_s
         self._transport = transport.join(
             init_info.transport,
             host=init_info.master_address,
@@ -107,77 +100,103 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             transfer_timeout_s=init_info.transfer_timeout_s,
         )
 
-    def start_weight_update(self) -> None:
-        if self._transport is None:
-            raise RuntimeError("no trainer is connected; call /init_weight_transfer_engine first")
-        self._session_open = True
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class synchronises an accelerator here, which a CPU build does not have.
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        try:
-            if update_info.phase == "stage":
-                self._stage(update_info)
-            else:
-                self._apply(update_info.version)
-        except BaseException:
-            self._session_open = False  # as vLLM's worker does
-            raise
-
-    def finish_weight_update(self) -> None:
-        """Close the session. A buffer that was staged and not applied is dropped."""
-        self._session_open = False
-        if self._receiving is not None:
-            # Its sender gave up. The group may be out of step now, so only a new connection may use one.
-            log.warning("a staged transfer was never applied; the last adapter stays served")
-            self.shutdown()
-
     def shutdown(self) -> None:
-        self._receiving = self._layout = None
+        self._receiving = self._layout = self._buffer = self._gpu = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None
 
-    # -- one sync --------------------------------------------------------------------------------------------
+    def start_weight_update(self) -> NoReturn:
+        raise RuntimeError("LoRA factors are staged with /collective_rpc and served with /weight_sync/apply")
 
-    def _stage(self, info: UpdateInfo) -> None:
-        assert self._transport is not None
-        if info.layout is not None:
-            self._layout = Layout.from_json(info.layout)
-        if self._layout is None:
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> NoReturn:
+        self.start_weight_update()
+
+    def finish_weight_update(self) -> NoReturn:
+        self.start_weight_update()
+
+    # -- one sync, called through ``worker`` -----------------------------------------------------------------
+
+    def stage(self, version: int, layout: dict[str, Any] | None = None) -> None:
+        """Begin to receive the factors of ``version``; returns at once.
+
+        Args: layout: only when it differs from the one sent last on this connection.
+        """
+        if self._transport is None:
+            raise RuntimeError("no trainer is connected; call /init_weight_transfer_engine first")
+        if self._receiving is not None and not self._receiving.done():
+            raise RuntimeError("another transfer is under way; a trainer that gave one up must connect anew")
+        if layout is not None:
+            self._prepare(Layout.from_json(layout))
+        if self._layout is None or self._buffer is None:
             raise RuntimeError("the first sync of a connection must bring the layout of the factors")
-        self._keep_base(self._layout)
-        group, layout, version, device = self._transport, self._layout, info.version, self.device
+        group, known, buffer = self._transport, self._layout, self._buffer
 
         def receive() -> _Received:
             started = time.perf_counter()
-            buffer = layout.empty(group.device)
             group.broadcast(buffer)
-            buffer = buffer.to(device)
             seconds = time.perf_counter() - started
-            return _Received(version, layout, buffer, f"{checksum(buffer):016x}", seconds)
+            with _side_stream(self._gpu):
+                return _Received(version, known, buffer, f"{checksum(buffer):016x}", seconds)
 
         self._receiving = transport.background(receive)
 
-    def _apply(self, version: int) -> None:
+    def staged(self, version: int) -> bool:
+        """Are the factors of ``version`` here? Never waits. Raises: RuntimeError: they will not come."""
         if self._receiving is None:
             raise RuntimeError(f"version {version} was never staged")
-        receiving, self._receiving = self._receiving, None
-        try:
-            received = receiving.result(self._timeout_s)
-        except BaseException as error:
+        if not self._receiving.done():
+            return False
+        if (error := self._receiving.exception()) is not None:
             self.shutdown()
-            raise RuntimeError(f"the factors of version {version} did not arrive: {error!r}") from error
-        if received.version != version:
-            raise RuntimeError(f"version {received.version} is staged, and version {version} was to be applied")
-        self._merge(received)
+            raise RuntimeError(f"the factors of version {version} did not arrive: {error!r}")
+        if (found := self._receiving.result().version) != version:
+            raise RuntimeError(f"version {found} is staged, and version {version} was to be applied")
+        return True
 
     @torch.no_grad()
-    def _merge(self, received: _Received) -> None:
+    def apply(self, version: int) -> dict[str, Any]:
+        """Serve what is staged. The caller made sure that no forward pass runs and that all caches are empty.
+
+        Returns: ``merge_s``, the time that it took here.
+        """
+        if not self.staged(version):
+            raise RuntimeError(f"the factors of version {version} are not here yet")
+        assert self._receiving is not None
+        received, self._receiving = self._receiving.result(), None
         started = time.perf_counter()
-        self._served = dict.fromkeys(self._served)  # no version is whole until all layers are written
+        self._served = dict(NOTHING_SERVED)  # no version is whole until all layers are written
+        if self._gpu is None:
+            self._merge(received)
+        else:
+            self._gpu.merge(received.layout.scale)
+            self._restore_dropped(received.layout)
+            torch.cuda.current_stream(self.device).synchronize()
+            self._gpu.sum_up()
+        seconds = time.perf_counter() - started
+        self._served = {
+            "version": received.version, "factors": received.checksum, "receive_s": received.seconds,
+            "merge_s": seconds,
+        }  # fmt: skip
+        return {"merge_s": seconds}
+
+    def report(self) -> dict[str, Any]:
+        """What this worker serves, read back from the weights themselves.
+
+        Returns: ``version`` of the adapter, checksum of its ``factors`` as received, and for each target
+        ``[first row, stop row, first column, stop column, checksum]`` of this rank's slice, served and base.
+        """
+        if self._gpu is None:
+            sums = {name: self._slice_checksum(name, self._layers[at[0]].weight) for name, at in self._targets.items()}
+        else:
+            sums = self._gpu.sums()
+        served = {name: self._spanned(name, value) for name, value in sums.items()}
+        return {**self._served, "targets": served, "base": self._base}
+
+    # -- merging ---------------------------------------------------------------------------------------------
+
+    def _merge(self, received: _Received) -> None:
+        """Without the grouped kernel: layer by layer, packed ones through vLLM's own packing."""
         factors = received.layout.unpack(received.buffer)
 
         def parts(layer: str) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -196,14 +215,26 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         for name, layer in self._layers.items():
             layer.write(parts(name))
-        if self.device.type == "cuda":
+
+    def _restore_dropped(self, layout: Layout) -> None:
+        """Give back W0 to targets that are no longer part of the adapter."""
+        kept = {target.name for target in layout.targets}
+        for name, (layer, at) in self._targets.items():
+            if name not in kept:
+                self._layers[layer].weight[at.here].copy_(self._layers[layer].w0[at.here])
+
+    def _prepare(self, layout: Layout) -> None:
+        """All that takes long and is needed once: the base, the buffer, and on a GPU the compiled kernels."""
+        self._keep_base(layout)
+        buffer = layout.empty(self.device).zero_()
+        self._gpu = None
+        if self.device.type == "cuda" and HAS_TRITON and not any(layer.is_packed for layer in self._layers.values()):
+            self._gpu = _GpuMerge(self._layers, self._targets, layout, buffer)
+            if self._served["version"] is None:
+                # Compiles it now, while generation goes on. B is 0, so W0 is written where W0 is served.
+                self._gpu.merge(layout.scale)
             torch.cuda.synchronize(self.device)
-        self._served = {
-            "version": received.version,
-            "factors": received.checksum,
-            "receive_s": received.seconds,
-            "merge_s": time.perf_counter() - started,
-        }
+        self._layout, self._buffer = layout, buffer
 
     # -- the base --------------------------------------------------------------------------------------------
 
@@ -226,7 +257,8 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             new.append(target.name)
         self._read_packed(packed)
         for name in new:
-            self._base[name] = self._slice_checksum(name, self._layers[self._targets[name][0]].w0)
+            w0 = self._layers[self._targets[name][0]].w0
+            self._base[name] = self._spanned(name, self._slice_checksum(name, w0))
 
     def _read_packed(self, layers: list[str]) -> None:
         """Fill W0 of packed layers from the checkpoint, through vLLM's own loader: the parameter is gone."""
@@ -254,18 +286,67 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # -- proof -----------------------------------------------------------------------------------------------
 
-    def _slice_checksum(self, target: str, weight: torch.Tensor) -> list[int | str]:
+    def _slice_checksum(self, target: str, weight: torch.Tensor) -> int:
         _, at = self._targets[target]
-        value = checksum(weight[at.here], at.rows.start, at.columns.start)
+        return checksum(weight[at.here], at.rows.start, at.columns.start)
+
+    def _spanned(self, target: str, value: int) -> list[int | str]:
+        _, at = self._targets[target]
         return [at.rows.start, at.rows.stop, at.columns.start, at.columns.stop, f"{value:016x}"]
 
-    def report(self) -> dict[str, Any]:
-        """What this worker serves, read back from the weights themselves.
 
-        Returns: ``version`` of the adapter, checksum of its ``factors`` as received, and for each target
-        ``[first row, stop row, first column, stop column, checksum]`` of this rank's slice, served and base.
-        """
-        served = {
-            name: self._slice_checksum(name, self._layers[layer].weight) for name, (layer, _) in self._targets.items()
-        }
-        return {**self._served, "session_open": self._session_open, "targets": served, "base": self._base}
+class _GpuMerge:
+    """All served targets as one group, and their checksums on a stream beside generation."""
+
+    def __init__(
+        self,
+        layers: dict[str, ServedLayer],
+        targets: dict[str, tuple[str, Place]],
+        layout: Layout,
+        buffer: torch.Tensor,
+    ) -> None:
+        from services.weight_sync.grouped import Group, Matrix
+
+        factors = layout.unpack(buffer)
+
+        def matrix(layer: ServedLayer, at: Place, a: torch.Tensor | None, b: torch.Tensor | None) -> Matrix:
+            return Matrix(layer.w0[at.here], a, b, layer.weight[at.here], at.rows.start, at.columns.start)
+
+        self._merging = Group([
+            matrix(layers[targets[name][0]], at := targets[name][1], a[:, at.columns.whole], b[at.rows.whole])
+            for name, (a, b) in factors.items()
+        ])  # fmt: skip
+        self._names = list(targets)
+        self._summing = Group([matrix(layers[layer], at, None, None) for layer, at in targets.values()])
+        self._stream = torch.cuda.Stream(buffer.device)
+        self._on_host = torch.empty(len(targets), dtype=torch.int64, pin_memory=True)
+        self._summed: torch.cuda.Event | None = None
+
+    def merge(self, scale: float) -> None:
+        self._merging.merge(scale)
+
+    def sum_up(self) -> None:
+        """Begin to read the served weights back; they do not change until the next merge."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._on_host.copy_(self._summing.checksums(), non_blocking=True)
+            self._summed = torch.cuda.Event()
+            self._summed.record()
+
+    def sums(self) -> dict[str, int]:
+        """Checksum of each target as it is served now."""
+        if self._summed is None:
+            self.sum_up()
+        assert self._summed is not None
+        self._summed.synchronize()
+        self._summed = None  # asked again, they are read again
+        return {name: value % (1 << 64) for name, value in zip(self._names, self._on_host.tolist(), strict=True)}
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
+
+
+def _side_stream(gpu: _GpuMerge | None) -> Any:
+    """Beside the forward passes, which would have to end before work on their stream begins."""
+    return contextlib.nullcontext() if gpu is None else torch.cuda.stream(gpu.stream)

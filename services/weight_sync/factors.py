@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from services.weight_sync import names
+from services.weight_sync.merge import SMALLEST
 
 Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Target -> (A of shape (r, in), B of shape (out, r))."""
@@ -69,10 +70,10 @@ class Layout:
         return torch.empty(self.numel, dtype=self.torch_dtype, device=device)
 
     def pack(self, factors: Factors, buffer: torch.Tensor) -> None:
-        """Copy ``factors`` into ``buffer``, rounding each to the wire's type."""
-        for name, (a, b) in self.unpack(buffer).items():
-            a.copy_(factors[name][0])
-            b.copy_(factors[name][1])
+        """Copy ``factors`` into ``buffer``, rounding each to the wire's type (``merge.sendable``)."""
+        places = [place for pair in self.unpack(buffer).values() for place in pair]
+        torch._foreach_copy_(places, [factor.detach() for target in self.targets for factor in factors[target.name]])
+        buffer.masked_fill_(buffer.abs() < SMALLEST, 0)
 
     def unpack(self, buffer: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Views of A and B inside ``buffer``; nothing is copied."""

@@ -4,14 +4,23 @@ The sum over the rank is taken in float32, one rank after the other, with produc
 No matrix product is used on purpose: a GEMM picks its summation order from the device, the number of threads
 and the shape, so a tensor-parallel slice, a GPU and an export on a laptop would differ in the last bit. With a
 fixed order they cannot. The loop's price is r passes over the matrix; on a GPU one fused kernel
-(``merge_cuda``) keeps the order and the roundings, and so the bits, in a single pass.
+(``grouped``) keeps the order and the roundings, and so the bits, in a single pass.
 """
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
+
+from services.weight_sync.checksum import HAS_TRITON
+
+SMALLEST = 2.0**-60
+"""Numbers of a factor below this travel as 0, so that no product of two of them underflows: it is then exact in
+float32 for factors of 16 bits, and a fused multiply-add, half the work, gives the reference's bits."""
+
+
+def sendable(factor: torch.Tensor) -> torch.Tensor:
+    """The factor with what is smaller than ``SMALLEST`` set to 0. LoRA factors are larger by many orders."""
+    return torch.where(factor.abs() < SMALLEST, 0, factor)
 
 
 def merged(
@@ -19,8 +28,8 @@ def merged(
 ) -> torch.Tensor:
     """``W0 + scale * B @ A``, accumulated in float32 and rounded once to the type of ``w0``.
 
-    The factors are first rounded to the type of ``w0``, the type in which they travel. Where the change is
-    exactly 0 the result is ``w0`` bit for bit, a negative zero included: B = 0 gives back the base.
+    The factors are first rounded to the type of ``w0``, the type in which they travel (``sendable``). Where the
+    change is exactly 0 the result is ``w0`` bit for bit, a negative zero included: B = 0 gives back the base.
 
     Args:
         w0: (out, in), or any slice of rows and columns. a: (r, in). b: (out, r). scale: alpha / r.
@@ -35,20 +44,20 @@ def merged(
             f"W0 is {tuple(w0.shape)}, A {tuple(a.shape)} and B {tuple(b.shape)}; "
             "they must be (out, in), (r, in) and (out, r)"
         )
-    a, b = (factor.to(device=w0.device, dtype=w0.dtype) for factor in (a, b))
+    a, b = (sendable(factor.to(device=w0.device, dtype=w0.dtype)) for factor in (a, b))
     if out is None:
         out = torch.empty(w0.shape, dtype=w0.dtype, device=w0.device)
-    if w0.device.type == "cuda" and _HAS_TRITON and all(t.stride(1) == 1 for t in (w0, a, b, out)):
-        from services.weight_sync import merge_cuda
+    if w0.device.type == "cuda" and HAS_TRITON and all(t.stride(1) == 1 for t in (w0, a, b, out)):
+        from services.weight_sync import grouped
 
-        merge_cuda.merge(w0, a, b, scale, out)
+        grouped.Group([grouped.Matrix(w0, a, b, out)]).merge(scale)
     else:
         out.copy_(reference(w0, a, b, scale))
     return out
 
 
 def reference(w0: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """``merged`` on any device, rank by rank: what defines its bits. The factors have the type of ``w0``."""
+    """``merged`` on any device, rank by rank: what defines its bits. The factors are sendable and of w0's type."""
     rows = a.float()
     columns = b.float().T.contiguous()
     total = torch.zeros(w0.shape, dtype=torch.float32, device=w0.device)
@@ -60,6 +69,3 @@ def reference(w0: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) 
     total.mul_(scale)
     base = w0.float()
     return torch.where(total == 0, base, base + total).to(w0.dtype)
-
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None

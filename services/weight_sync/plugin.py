@@ -1,8 +1,14 @@
-"""Entry point of group ``vllm.general_plugins``: vLLM calls ``register`` in every process that it starts."""
+"""Entry point of group ``vllm.general_plugins``: vLLM calls ``register`` in every process that it starts.
+
+``endpoint`` is the entry point of group ``vllm.endpoint_plugins``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+
+PLUGIN = "lora_factor_sync"
+"""Name of both entry points (images/policy/distributions/plugin), for ``VLLM_PLUGINS``."""
 
 ENGINE = "lora_factors"
 """Name of the engine in ``--weight-transfer-config '{"backend": ...}'``."""

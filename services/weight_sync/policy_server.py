@@ -43,13 +43,16 @@ class PolicyServer:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self._call("GET", "/health", "wait for the server", CONTROL_TIMEOUT_S)
+                self.check_health("wait for the server")
                 return
             except WeightSyncError as error:
                 if time.monotonic() > deadline:
                     problem = f"not there after {timeout_s:g} s: {error.problem}"
                     raise WeightSyncError(self.url, error.phase, problem) from None
             time.sleep(POLL_S)
+
+    def check_health(self, phase: str = "ask for its health") -> None:
+        self._call("GET", "/health", phase, CONTROL_TIMEOUT_S)
 
     def is_paused(self) -> bool:
         return bool(self._json("GET", "/is_paused", "ask whether it is paused", CONTROL_TIMEOUT_S)["is_paused"])
@@ -74,22 +77,19 @@ class PolicyServer:
         body = {"init_info": init_info}
         self._call("POST", "/init_weight_transfer_engine", "connect", timeout_s, json=body)
 
-    def start_update(self) -> None:
-        self._call("POST", "/start_weight_update", "open the session", CONTROL_TIMEOUT_S)
+    def stage(self, info: dict[str, Any], timeout_s: float) -> None:
+        """The workers begin to receive. Args: info: of ``LoraFactorsEngine.stage``."""
+        self._collective("stage", "weight_sync_stage", timeout_s, info)
 
-    def update(self, phase: str, update_info: dict[str, Any], timeout_s: float) -> None:
-        self._call("POST", "/update_weights", phase, timeout_s, json={"update_info": update_info})
-
-    def finish_update(self, version: str | None = None) -> None:
-        """Args: version: shown by ``/weight_info`` from then on."""
-        body = None if version is None else {"weight_version": version}
-        self._call("POST", "/finish_weight_update", "close the session", CONTROL_TIMEOUT_S, json=body)
+    def apply(self, version: int, staged_timeout_s: float, timeout_s: float, resume: bool = True) -> dict[str, Any]:
+        """Pause, merge what is staged, resume. Returns: what ``endpoint.apply`` returns."""
+        body = {"version": version, "timeout_s": staged_timeout_s, "resume": resume}
+        answer: dict[str, Any] = self._json("POST", "/weight_sync/apply", "apply", timeout_s, json=body)
+        return answer
 
     def reports(self, timeout_s: float) -> list[dict[str, Any]]:
         """``LoraFactorsEngine.report`` of every worker."""
-        body = {"method": "weight_sync_report"}
-        answer = self._json("POST", "/collective_rpc", "ask for its checksums", timeout_s, json=body)
-        reports: list[dict[str, Any]] = answer["results"]
+        reports: list[dict[str, Any]] = self._collective("ask for its checksums", "weight_sync_report", timeout_s)
         return reports
 
     def complete(self, prompt_ids: Sequence[int], max_tokens: int, timeout_s: float) -> tuple[list[int], list[float]]:
@@ -102,6 +102,14 @@ class PolicyServer:
         choice = self._completion("score the canary", timeout_s, token_ids, max_tokens=1, prompt_logprobs=0)
         scored = choice["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], scored, strict=True)]
+
+    def _collective(
+        self, phase: str, method: str, timeout_s: float, arguments: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of ``worker.WeightSyncWorker`` on every worker."""
+        body = {"method": method, "kwargs": arguments or {}}
+        results: list[Any] = self._json("POST", "/collective_rpc", phase, timeout_s, json=body)["results"]
+        return results
 
     def _completion(self, phase: str, timeout_s: float, token_ids: Sequence[int], **options: Any) -> dict[str, Any]:
         body = {

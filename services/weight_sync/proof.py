@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from services.common.errors import StoppedError
-from services.weight_sync.checksum import checksum
+from services.weight_sync.checksum import HAS_TRITON, checksum
 from services.weight_sync.factors import Layout
 from services.weight_sync.merge import merged
 
@@ -45,14 +45,22 @@ def whole_checksums(reports: Reports, which: Literal["targets", "base"]) -> dict
 
 def merged_checksums(layout: Layout, buffer: torch.Tensor, base: BaseWeight) -> dict[str, int]:
     """What ``targets`` must report: the merge of the packed factors with the trainer's own base."""
-    return {
-        name: checksum(merged(base(name).to(layout.torch_dtype), a, b, layout.scale))
-        for name, (a, b) in layout.unpack(buffer).items()
-    }
+    factors = layout.unpack(buffer)
+    weights = {name: base(name).to(layout.torch_dtype) for name in factors}
+    if buffer.device.type == "cuda" and HAS_TRITON:
+        from services.weight_sync.grouped import Group, Matrix
+
+        group = Group([Matrix(weights[name], a, b) for name, (a, b) in factors.items()])
+        return _unsigned(factors, group.merged_checksums(layout.scale))
+    return {name: checksum(merged(weights[name], a, b, layout.scale)) for name, (a, b) in factors.items()}
 
 
 def base_checksums(targets: Iterable[str], base: BaseWeight, dtype: torch.dtype) -> dict[str, int]:
     return {name: checksum(base(name).to(dtype)) for name in targets}
+
+
+def _unsigned(names: Iterable[str], sums: torch.Tensor) -> dict[str, int]:
+    return {name: value % (1 << 64) for name, value in zip(names, sums.tolist(), strict=True)}
 
 
 def same(what: str, expected: Mapping[str, int], served: Mapping[str, int], peer: str) -> None:

@@ -6,6 +6,7 @@ connection at once and otherwise times out; NCCL has no timeout, so it is watche
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import socket
 import threading
@@ -27,13 +28,11 @@ class TransportError(RuntimeError):
 
 
 class Transport(Protocol):
-    @property
-    def device(self) -> torch.device:
-        """Where a buffer must lie to be sent or received."""
-        ...
-
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Send ``buffer`` (rank 0) or fill it; returns when it is complete. Raises: TransportError."""
+        """Send ``buffer`` (rank 0) or fill it, on the device where it lies; returns when it is complete.
+
+        Raises: TransportError.
+        """
         ...
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ def join(
 
 
 class _Gloo:
-    device = torch.device("cpu")
+    """Through the CPUs' memory; a buffer on a GPU is copied there and back."""
 
     def __init__(
         self, store: TCPStore, host: str, port: int, rank: int, world_size: int, _device: torch.device,
@@ -119,6 +118,8 @@ class _Gloo:
         # Connects all ranks; a fresh prefix each time keeps a restarted trainer apart from what it left behind.
         self._group: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
         self._store: TCPStore | None = store
+        self._rank = rank
+        self._host_buffer: torch.Tensor | None = None
         self._timeout = timedelta(seconds=transfer_timeout_s)
         self._group._set_default_timeout(self._timeout)
 
@@ -127,13 +128,32 @@ class _Gloo:
             raise TransportError("the gloo group is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        on_host = self._on_host(buffer)
+        if self._rank == 0 and on_host is not buffer:
+            on_host.copy_(buffer)
         try:
-            self._group.broadcast([buffer], options).wait(self._timeout)
+            self._group.broadcast([on_host], options).wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(f"the gloo broadcast broke off: {error}") from error
+        if self._rank != 0 and on_host is not buffer:
+            buffer.copy_(on_host)
+
+    def _on_host(self, buffer: torch.Tensor) -> torch.Tensor:
+        """``buffer`` itself, or for one on a GPU a pinned one of its size, which is kept: pinning is slow."""
+        if buffer.device.type == "cpu":
+            return buffer
+        if self._host_buffer is None or self._host_buffer.shape != buffer.shape:
+            self._host_buffer = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+        return self._host_buffer
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._group = self._store = self._host_buffer = None
+
+
+ABORT_LIMIT_S = 10.0
+"""An abort may block on a dead peer; a new group is formed all the same."""
+_aborts: list[Future[Any]] = []
+"""Of this process's former NCCL groups, not all done yet."""
 
 
 class _Nccl:
@@ -146,6 +166,10 @@ class _Nccl:
 
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._timeout_s = transfer_timeout_s
+        concurrent.futures.wait(_aborts, ABORT_LIMIT_S)
+        _aborts.clear()
+        # NCCL takes its memory beside PyTorch's allocator, which may hold all that is left, unused.
+        torch.cuda.empty_cache()
         group = StatelessProcessGroup(rank, world_size, store)
         forming = background(lambda: PyNcclCommunicator(group, device=self.device))
         try:
@@ -176,4 +200,4 @@ class _Nccl:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.group.store = None  # frees rank 0's port now, not when the abort is done
-            background(communicator.destroy)  # ncclCommAbort; may block on a dead peer
+            _aborts.append(background(communicator.destroy))  # ncclCommAbort; may block on a dead peer

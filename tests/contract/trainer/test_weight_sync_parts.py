@@ -23,7 +23,7 @@ from services.weight_sync import canary, factors, names, proof, transport
 from services.weight_sync.adapter import Adapter, base_hashes, drifted, merged_weights
 from services.weight_sync.checksum import checksum
 from services.weight_sync.errors import WeightSyncError
-from services.weight_sync.merge import merged
+from services.weight_sync.merge import merged, sendable
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -77,6 +77,41 @@ def test_merge_of_zero_b_gives_back_every_bit_of_the_base(dtype):
     assert result.data_ptr() != w0.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(
+    magnitudes=st.lists(st.sampled_from([1e-30, 1e-19, 8.7e-19, 1e-9, 1.0, 1e4]), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_fused_multiply_add_would_give_the_merges_bits_for_factors_of_16_bits(dtype, magnitudes, seed):
+    """What lets the GPU's kernel fuse: products are exact in float32, so only the sum is rounded. float64 holds the
+    product and the sum of one step exactly, for such magnitudes, and rounds once to float32: a fused multiply-add."""
+    w0, a, b = (
+        (random(6, 6, seed=seed + i) * magnitude).to(dtype)
+        for i, magnitude in enumerate((1.0, magnitudes[0], magnitudes[1]))
+    )
+    sent = [sendable(factor) for factor in (a, b)]
+    total = torch.zeros(6, 6)
+    for k in range(6):
+        product = sent[1][:, k, None].double() * sent[0][None, k].double()
+        assert torch.equal(product.float().double(), product), "not exact in float32"
+        total = (total.double() + product).float()
+    total *= 1.7
+    fused = torch.where(total == 0, w0.float(), w0.float() + total).to(dtype)
+    assert checksum(merged(w0, a, b, 1.7)) == checksum(fused)
+
+
+def test_numbers_too_small_to_matter_travel_as_0_and_the_rest_as_it_is():
+    factor = torch.tensor([2.0**-60, 2.0**-61, -(2.0**-61), -0.5, 0.0, float("inf"), float("nan")])
+    found = sendable(factor)
+    assert found[:6].tolist() == [2.0**-60, 0.0, 0.0, -0.5, 0.0, float("inf")] and found[6].isnan()
+    sent = {"m": (factor[:4].view(1, 4), torch.ones(2, 1))}
+    layout = factors.Layout.of(sent, torch.float32, 1.0)
+    buffer = layout.empty("cpu")
+    layout.pack(sent, buffer)
+    assert torch.equal(layout.unpack(buffer)["m"][0], found[:4].view(1, 4))
+
+
 def test_merge_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"W0 is \(4, 6\), A \(2, 5\) and B \(4, 2\)"):
         merged(random(4, 6), random(2, 5), random(4, 2), 1.0)
@@ -94,6 +129,31 @@ def test_checksums_of_slices_add_up(dtype, rows, columns, cut, seed):
     by_rows = checksum(matrix[:cut]) + checksum(matrix[cut:], first_row=cut)
     by_columns = checksum(matrix[:, :cut]) + checksum(matrix[:, cut:], first_column=cut)
     assert by_rows % 2**64 == checksum(matrix) == by_columns % 2**64
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 10_000])
+def test_checksum_of_a_vector_is_that_of_its_rows_of_4096(length):
+    vector = random(length)
+    whole = length // 4096 * 4096
+    parts = checksum(vector[:whole].view(-1, 4096)), checksum(vector[None, whole:], first_row=whole // 4096)
+    assert checksum(vector) == sum(parts) % 2**64
+
+
+def test_checksum_of_a_vector_needs_no_work_space_of_a_multiple_of_its_size(monkeypatch):
+    """The factors of a large adapter are one vector; its checksum once took all memory that NCCL needed."""
+    largest = 0
+    original = torch.Tensor.to
+
+    def watched(tensor, *arguments, **keywords):
+        nonlocal largest
+        result = original(tensor, *arguments, **keywords)
+        largest = max(largest, result.numel() * result.element_size())
+        return result
+
+    monkeypatch.setattr("services.weight_sync.checksum._CHUNK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    checksum(torch.zeros(1 << 20, dtype=torch.bfloat16))
+    assert 0 < largest <= 8 << 14
 
 
 def test_checksum_of_a_large_matrix_is_that_of_its_chunks(monkeypatch):

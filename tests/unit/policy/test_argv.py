@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def test_training_policy_gets_the_loops_flags_and_the_recipes_numbers(monkeypatc
     assert json.loads(option(command, "--weight-transfer-config")) == {"backend": "lora_factors"}
     assert option(command, "--worker-extension-cls") == "services.weight_sync.worker.WeightSyncWorker"
     assert environment(cfg, "train", "cpu")["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_our_endpoint_is_allowed_where_weights_are_replaced_and_only_there():
+    """vLLM loads a plugin's endpoint only where VLLM_PLUGINS names it, and then no other general plugin."""
+    project = tomllib.loads((RECIPES.parents[1] / "images/policy/distributions/plugin/pyproject.toml").read_text())
+    groups = project["project"]["entry-points"]
+    assert groups.keys() == {"vllm.general_plugins", "vllm.endpoint_plugins"}
+    allowed = environment(recipe(), "train", "cpu")["VLLM_PLUGINS"]
+    assert all(list(group) == [allowed] for group in groups.values())
+    assert "VLLM_PLUGINS" not in environment(recipe(), "eval", "cpu")
 
 
 def test_weight_updates_and_adapters_are_never_on_one_server():

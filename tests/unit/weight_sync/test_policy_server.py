@@ -14,6 +14,7 @@ from services.common.errors import StoppedError
 from services.weight_sync import canary, names
 from services.weight_sync.errors import WeightSyncError
 from services.weight_sync.policy_server import PolicyServer
+from services.weight_sync.worker import WeightSyncWorker
 
 
 class Stub(ThreadingHTTPServer):
@@ -89,9 +90,26 @@ def test_no_answer_within_the_limit_names_peer_phase_and_limit(stub, policy):
 
 
 def test_an_error_of_the_server_is_passed_on(stub, policy):
-    stub.answers["/update_weights"] = 500, {"error": "W0 is (2, 3)"}
-    with pytest.raises(WeightSyncError, match=r"phase 'merge': /update_weights answered 500: .*W0 is \(2, 3\)"):
-        policy.update("merge", {"phase": "apply"}, 5)
+    stub.answers["/weight_sync/apply"] = 500, {"error": "W0 is (2, 3)"}
+    with pytest.raises(WeightSyncError, match=r"phase 'apply': /weight_sync/apply answered 500: .*W0 is \(2, 3\)"):
+        policy.apply(1, staged_timeout_s=1, timeout_s=5)
+
+
+def test_staging_and_reports_are_calls_of_the_worker_extension(stub, policy):
+    stub.answers["/collective_rpc"] = 200, {"results": [{"version": 3}]}
+    policy.stage({"version": 3}, 5)
+    assert policy.reports(5) == [{"version": 3}]
+    assert stub.asked == [
+        ("POST", "/collective_rpc", {"method": "weight_sync_stage", "kwargs": {"version": 3}}),
+        ("POST", "/collective_rpc", {"method": "weight_sync_report", "kwargs": {}}),
+    ]
+    assert all(callable(getattr(WeightSyncWorker, body["method"])) for _, _, body in stub.asked)
+
+
+def test_apply_is_one_call_that_says_what_it_may_wait_for(stub, policy):
+    stub.answers["/weight_sync/apply"] = 200, {"merge_s": 0.1}
+    assert policy.apply(7, staged_timeout_s=20, timeout_s=5, resume=False) == {"merge_s": 0.1}
+    assert stub.asked == [("POST", "/weight_sync/apply", {"version": 7, "timeout_s": 20, "resume": False})]
 
 
 def test_a_server_without_development_mode_is_told_apart(policy):
