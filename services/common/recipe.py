@@ -22,6 +22,8 @@ from services.common.errors import RecipeError
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+SHARED_GPU_LIMIT = 0.92
+"""Of one GPU's memory, for trainer and policy together."""
 
 
 class Section(BaseModel):
@@ -102,6 +104,10 @@ class Rollout(Section):
     """Model calls a rollout; also the scale of the tool-efficiency bonus."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
     """Optimizer steps between sampling and training after which a sample is dropped."""
+    min_group_size: Positive = 2
+    """Rollouts of a group that must be scored; with fewer, nothing can be compared, and the group is made again."""
+    max_group_tries: Positive = 3
+    """How often a group with fewer is made before it is dropped, and counted."""
     agent_timeout_s: Seconds = 900.0
     setup_timeout_s: Seconds = 360.0
     verifier_timeout_s: Seconds = 180.0
@@ -117,6 +123,11 @@ class Rollout(Section):
         if self.outer_timeout_s <= inner:
             raise ValueError(
                 f"rollout.outer_timeout_s is {self.outer_timeout_s}; it must exceed agent + setup + verifier = {inner}"
+            )
+        if self.min_group_size > self.num_generations:
+            raise ValueError(
+                f"rollout.min_group_size is {self.min_group_size} and num_generations {self.num_generations}; "
+                "a group cannot have more scored rollouts than rollouts"
             )
         if self.max_inflight < self.num_generations:
             raise ValueError(
@@ -142,6 +153,13 @@ class Env(Section):
     sandbox_pids: Positive = 512
     max_message_size_mb: Positive = 512
     """Of one rollout result: it grows with the square of the turns."""
+    hf_sandbox_flavor: str = "cpu-basic"
+    """Machine of one sandbox, with the backend hf-sandbox; one rollout has it alone."""
+    hf_sandbox_idle_timeout_s: Seconds = 1800.0
+    """A sandbox that nobody calls for this long ends itself. A command that runs is no call: it must exceed the
+    longest one, the agent's."""
+    hf_sandbox_starts_per_minute: Positive = 60
+    """The Hub limits how often Jobs are started; a rollout waits for its turn."""
 
 
 class Policy(Section):
@@ -161,12 +179,15 @@ class WeightSync(Section):
     mode: Literal["factors", "full"] = "factors"
     """``factors``: only LoRA A and B, merged where they are served. ``full``: TRL's own merged stream."""
     transport: Literal["gloo", "nccl"] = "nccl"
+    """``gloo``: through the processor's memory, for a machine without a GPU and for one GPU that trainer and policy
+    share, which NCCL refuses."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29511
     init_timeout_s: Seconds = 120.0
-    pause_timeout_s: Seconds = 60.0
-    transfer_timeout_s: Seconds = 60.0
+    pause_timeout_s: Seconds = 20.0
+    """For the running step to end. With ``transfer_timeout_s``, a dead peer is named within 30 s."""
+    transfer_timeout_s: Seconds = 20.0
     canary_every: Positive = 10
-    """Every N syncs a fixed prompt is scored on both sides."""
+    """Every N syncs a fixed prompt is scored on both sides. Checksums of the merged weights are compared each time."""
     canary_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
     """In nats, over all tokens of the prompt. In bf16 at 2.6B, rounding alone makes 0.17 and another adapter 2.8
     (docs/benchmarks.md); float32 allows 1e-3."""
@@ -183,7 +204,9 @@ class Trainer(Section):
     keep_checkpoints: Positive = 4
     """Newest kept beside the best one."""
     gradient_checkpointing: bool = True
-    attn_implementation: Literal["kernels-community/flash-attn3", "sdpa"] = "kernels-community/flash-attn3"
+    attn_implementation: Literal["kernels-community/flash-attn3", "varlen", "sdpa"] = "kernels-community/flash-attn3"
+    """All three keep packed samples apart. ``varlen`` is the FlashAttention that torch carries, for an image without
+    the Hub's kernel; ``sdpa`` runs anywhere. What is asked for and not there is refused at start."""
     omp_threads: Positive = 2
     ratio_bounds: tuple[float, float] = (0.98, 1.02)
     """Allowed mean importance ratio at staleness 0; outside it is an alarm."""
@@ -194,6 +217,9 @@ class Trainer(Section):
     packing_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
     """Start-up check: largest difference of a packed sample from the same sample alone, in nats. In bf16 at 2.6B,
     rounding alone makes 0.13 and a leak 2.8 (docs/benchmarks.md); float32 allows 1e-4."""
+
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the GPU that the trainer may take where the policy runs on the same one; None: it has its own."""
 
     @model_validator(mode="after")
     def _bounds_hold_one(self) -> Trainer:
@@ -229,19 +255,46 @@ class Watchdog(Section):
     """A process that has not renewed its heartbeat for this long is dead or frozen."""
     grace_s: Seconds = 60.0
     """Between the request to stop and the kill."""
+    sync_silent_s: Seconds = 30.0
+    """A policy that has not answered for this long while weights are sent to it is frozen."""
     max_resumes: Annotated[int, Field(ge=0)] = 3
+    """How often a run starts again from its newest checkpoint before it gives up."""
+    resume_backoff_s: Seconds = 10.0
+    """Before the first resume; doubled for each further one, up to ``max_backoff_s``."""
+    max_backoff_s: Seconds = 300.0
 
 
 class Costs(Section):
     trainer_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    """Of the whole machine that trains, all its GPUs."""
+    eval_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    """Of the machine of an evaluation Job."""
     sandbox_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    """Of one sandbox; 0 where they run on the machine that trains."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Of the machine that trains, for the count of GPU hours."""
     ceiling_usd: Annotated[float, Field(gt=0)] | None = None
+    """The run is stopped, with a checkpoint, at the first step after it has cost this much."""
+
+
+class Push(Section):
+    """Checkpoints on the Hub; only where ADAPTER_REPO names a repository."""
+
+    retry_for_s: Seconds = 600.0
+    """How long one push is tried again before its turn is over; it stays in the backlog, and its turn comes again."""
+    flush_s: Seconds = 600.0
+    """How long the end of training waits for what is not pushed yet."""
+
+
+JobTimeout = Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")]
 
 
 class HfJob(Section):
     flavor: str = "h200x2"
-    timeout: Annotated[str, Field(pattern=r"^\d+[smhd]$")] = "72h"
+    timeout: JobTimeout = "72h"
+    """Always sent: the Hub's own default ends a Job after 30 minutes."""
     eval_flavor: str = "h200"
+    eval_timeout: JobTimeout = "48h"
 
 
 class Recipe(Section):
@@ -259,6 +312,7 @@ class Recipe(Section):
     evaluator: Evaluator = Evaluator()
     watchdog: Watchdog = Watchdog()
     costs: Costs = Costs()
+    push: Push = Push()
     hf_job: HfJob = HfJob()
 
     @model_validator(mode="after")
@@ -274,12 +328,46 @@ class Recipe(Section):
                 f"trainer.samples_per_row is {self.trainer.samples_per_row} and a step has "
                 f"groups_per_step * num_generations = {samples_per_step} samples; the rows must divide it"
             )
+        if self.env.backend == "hf-sandbox":
+            if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:
+                raise ValueError(
+                    f"env.hf_sandbox_idle_timeout_s is {self.env.hf_sandbox_idle_timeout_s} and "
+                    f"rollout.agent_timeout_s {self.rollout.agent_timeout_s}; the idle timeout must exceed it, or the "
+                    "sandbox ends under a running agent"
+                )
+            if self.env.sandbox_image.startswith("local/"):
+                raise ValueError(
+                    f"env.sandbox_image is {self.env.sandbox_image!r}; with backend hf-sandbox the Hub pulls it, so it "
+                    "must be in a registry: `make push`, then name it by digest (images/digests.json)"
+                )
         if self.tasks.train == self.tasks.heldout:
             raise ValueError(f"tasks.train and tasks.heldout are both {self.tasks.train!r}; they must differ")
         if self.evaluator.watch_tasks > self.evaluator.final_tasks:
             raise ValueError(
                 f"evaluator.watch_tasks is {self.evaluator.watch_tasks} and final_tasks {self.evaluator.final_tasks}; "
                 "the watched subset is taken from the final one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> Recipe:
+        if self.weight_sync.mode == "full" and self.weight_sync.transport != "nccl":
+            raise ValueError(
+                f"weight_sync.mode is 'full' and transport {self.weight_sync.transport!r}; TRL streams merged weights "
+                "over 'nccl' only"
+            )
+        fraction = self.trainer.gpu_memory_fraction
+        if fraction is None:
+            return self
+        if self.weight_sync.transport == "nccl":
+            raise ValueError(
+                f"trainer.gpu_memory_fraction is {fraction}, so trainer and policy share a GPU, and "
+                "weight_sync.transport is 'nccl', which refuses that; set transport to 'gloo'"
+            )
+        if (both := fraction + self.policy.gpu_memory_utilization) > SHARED_GPU_LIMIT:
+            raise ValueError(
+                f"trainer.gpu_memory_fraction and policy.gpu_memory_utilization are {both:g} together; on one GPU at "
+                f"most {SHARED_GPU_LIMIT} is allowed: the policy's copy of the base and both CUDA contexts lie outside"
             )
         return self
 

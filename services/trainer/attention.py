@@ -1,90 +1,97 @@
-"""Which attention the trained model uses on rows of packed samples.
+"""Which attention the trained model uses on rows of packed samples: the recipe's ``trainer.attn_implementation``.
 
 TRL packs samples into one row, marks their starts by ``position_ids`` alone, and always loads the model with a
-FlashAttention kernel from the Hub, which derives the samples' lengths from those. ``install("sdpa")`` replaces that
-choice where the kernel cannot run or cannot be fetched.
+FlashAttention kernel from the Hub, which derives the samples' lengths from those. Three choices keep packing right:
 
-It does not install transformers' own ``sdpa``: on packed rows that builds a [T, T] mask, which costs memory with the
-square of the row (1 GiB of booleans at 32k tokens) and rules out the fast kernels. ``packed_sdpa`` attends to each
-sample on its own instead: no mask, and exact by construction. On a CPU a row of four samples of 2,500 tokens took
-5.7 times less time than with the mask. It enters through transformers' attention and mask registries.
+* ``kernels-community/flash-attn3``: that kernel. The trainer image carries it where the Hub answered while the image
+  was built (images/trainer/fetch_kernels.py).
+* ``varlen``: the FlashAttention 2 kernel that torch carries. CUDA, bf16.
+* ``sdpa``: torch's scaled dot product attention, a call a sample. Any device, any dtype.
+
+Nothing is chosen silently: what the recipe asks for is there, or the run does not start.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
 from services.common.errors import RecipeError
-from services.trainer.packing import sample_bounds
+from services.trainer import packed_attention
+from services.trainer.packed_attention import PACKED_SDPA, PACKED_VARLEN
+
+Implementation = Literal["kernels-community/flash-attn3", "varlen", "sdpa"]
 
 FLASH = "kernels-community/flash-attn3"
-PACKED_SDPA = "packed_sdpa"
+NAMES: dict[Implementation, str] = {FLASH: FLASH, "varlen": PACKED_VARLEN, "sdpa": PACKED_SDPA}
+"""The recipe's key -> transformers' name."""
+IMAGE_KERNELS = Path("/app/kernels")
+"""Where images/trainer/fetch_kernels.py puts them."""
 
 
-def install(implementation: Literal["kernels-community/flash-attn3", "sdpa"]) -> None:
+def install(implementation: Implementation, dtype: str = "bfloat16") -> str:
     """Have every ``AsyncGRPOTrainer`` built from now on load its model with the recipe's attention.
 
     TRL takes no such argument: it passes the kernel's name to ``create_model_from_path`` itself, and repeating it in
     ``model_init_kwargs`` is a TypeError. So that one name in TRL's trainer module is bound to a wrapper.
 
-    Raises: RecipeError: the FlashAttention kernel is asked for on a machine without CUDA.
+    Args: dtype: the recipe's ``model.dtype``.
+    Returns: transformers' name of it, for the log.
+    Raises: RecipeError: the machine has no CUDA device, the image no kernel, or the kernel cannot do the dtype.
     """
+    if implementation != "sdpa":
+        _require_cuda_and_bf16(implementation, dtype)
+    name = NAMES[implementation]
     if implementation == FLASH:
-        if not torch.cuda.is_available():
-            raise RecipeError(
-                f"trainer.attn_implementation is {FLASH!r} and this machine has no CUDA device; set it to 'sdpa'"
-            )
+        load_flash_attention()
         async_grpo_trainer.create_model_from_path = create_model_from_path
-        return
-    AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-    AttentionMaskInterface.register(PACKED_SDPA, _no_mask)
+        return name
+    packed_attention.register()
 
     @functools.wraps(create_model_from_path)
     def create(model_id: str, **kwargs: Any) -> torch.nn.Module:
-        return create_model_from_path(model_id, **{**kwargs, "attn_implementation": PACKED_SDPA})
+        return create_model_from_path(model_id, **{**kwargs, "attn_implementation": name})
 
     async_grpo_trainer.create_model_from_path = create
+    return name
 
 
-def packed_sdpa(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of each row.
+def load_flash_attention() -> None:
+    """Load TRL's kernel the way transformers will: from the image, else from the Hub cache that is mounted.
 
-    Args: query, key, value: [rows, heads, T, head_dim]. position_ids: [rows or 1, T], 0 where a sample starts.
-    Returns: ([rows, T, heads, head_dim], None), as transformers' attention functions do.
-    Raises: ValueError: no position_ids, or a key-value cache; this function is for training only.
+    ``LOCAL_KERNELS``, which the ``kernels`` package reads, names the image's copy; one that is set already stays.
+    Raises: RecipeError: there is none for this machine, with the reason that ``kernels`` gives.
     """
-    num_rows, _, length, _ = query.shape
-    if position_ids is None or key.shape[2] != length:
-        raise ValueError(f"{PACKED_SDPA} is for training: it needs position_ids and takes no key-value cache")
-    bounds = sample_bounds(position_ids)
-    rows = []
-    for row in range(num_rows):
-        samples = [
-            sdpa_attention_forward(
-                module, *(x[row : row + 1, :, start:end] for x in (query, key, value)), None, **kwargs
-            )[0]
-            for start, end in bounds[row if len(bounds) > 1 else 0]
-        ]
-        rows.append(torch.cat(samples, dim=1))
-    return torch.cat(rows), None
+    if "LOCAL_KERNELS" not in os.environ and (folder := image_kernel()) is not None:
+        os.environ["LOCAL_KERNELS"] = f"{FLASH}={folder}"
+    try:
+        load_and_register_attn_kernel(FLASH)
+    except (ValueError, ImportError) as error:
+        raise RecipeError(
+            f"trainer.attn_implementation is {FLASH!r}, and that kernel cannot be loaded here: {error} Build the "
+            "trainer image where the Hub answers, or set it to 'varlen', which needs nothing from the Hub"
+        ) from None
 
 
-def _no_mask(*, attention_mask: torch.Tensor | None = None, **_kwargs: Any) -> None:
-    """The mask that ``packed_sdpa`` needs: none. Padding is refused, since only a mask could hide it."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(f"{PACKED_SDPA} is for rows without padding; TRL strips it before the forward pass")
+def image_kernel() -> Path | None:
+    """Folder of the kernel's repository in this image, a snapshot as the Hub's cache keeps it."""
+    return next(IMAGE_KERNELS.glob(f"kernels--{FLASH.replace('/', '--')}/snapshots/*"), None)
+
+
+def _require_cuda_and_bf16(implementation: str, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        raise RecipeError(
+            f"trainer.attn_implementation is {implementation!r} and this machine has no CUDA device; set it to 'sdpa'"
+        )
+    if dtype == "float32":
+        raise RecipeError(
+            f"trainer.attn_implementation is {implementation!r} and model.dtype 'float32'; FlashAttention takes "
+            "bfloat16 only: set model.dtype to 'bfloat16', or attn_implementation to 'sdpa'"
+        )

@@ -104,7 +104,7 @@ def load(cfg: Recipe) -> tuple[torch.nn.Module, Any]:
     """The recipe's model with a fresh adapter (B = 0), and its tokenizer, as ``AsyncGRPOTrainer`` makes them."""
     torch.set_num_threads(cfg.trainer.omp_threads)
     on_cpu = not torch.cuda.is_available()
-    attention.install(cfg.trainer.attn_implementation)
+    attention.install(cfg.trainer.attn_implementation, cfg.model.dtype)
     if on_cpu:
         cpu.install()
     source = {"pretrained_model_name_or_path": cfg.model_location(), "revision": cfg.model.revision}
@@ -135,7 +135,7 @@ def without_convolutions(cfg: Recipe, model: torch.nn.Module) -> torch.nn.Module
 
 
 def _attention(cfg: Recipe) -> str:
-    return attention.PACKED_SDPA if cfg.trainer.attn_implementation == "sdpa" else cfg.trainer.attn_implementation
+    return attention.NAMES[cfg.trainer.attn_implementation]
 
 
 @torch.no_grad()
