@@ -15,7 +15,9 @@ from typing import Annotated
 import docker
 import typer
 
-from scripts import preflight, run_recipe, run_view
+from scripts import run_recipe, run_view
+from scripts.doctor import report
+from scripts.doctor.setup import Setup
 from scripts.stack import Stack, check_variant, console, folder
 from services.common import run_dir, signals
 from services.common import tasks as suites
@@ -116,15 +118,7 @@ def _preflight(cfg: Recipe, run: RunDir, stack: Stack, variant: str) -> dict[str
             "`docker compose up --detach evaluator`, else wait, or end them with `make down`"
         )
     tag = os.environ.get("TAG") or variant
-    preflight.check(
-        cfg,
-        variant=variant,
-        tag=tag,
-        runs_dir=run.path.parent,
-        tasks_dir=folder("TASKS_DIR", "data/tasks"),
-        models_dir=folder("MODELS_DIR", "data/models"),
-        port=int(os.environ.get("ENV_PORT") or 8100),
-    )
+    report.require(Setup.of(cfg, variant, run.manifest))
     return image_ids(cfg, f"{os.environ.get('REGISTRY', 'local')}/opencode-rl-{{}}:{tag}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,15 @@ from typing import Annotated
 
 import typer
 
-from scripts import preflight, progress, summary
+from scripts import progress, run_recipe, run_view, summary
+from scripts.doctor import report
+from scripts.doctor.setup import Setup
 from scripts.stack import ROOT, Stack, check_variant, console, folder
 from services.common import recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
+from services.trainer.supervise import Attempts
 
 POLL_S = 3.0
 
@@ -51,29 +55,31 @@ def run(
         bool, typer.Option(envvar="WATCH", help="evaluate every checkpoint while training goes on")
     ] = False,
     keep: Annotated[bool, typer.Option(help="leave the stack running at the end")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="go on with the newest run, or with RUN_NAME, from its newest checkpoint")
+    ] = False,
 ) -> None:
     """Train the recipe that RECIPE names and evaluate the result."""
-    run_main(lambda: _run(variant, evaluate, watch, keep))
+    with tempfile.TemporaryDirectory() as scratch:
+        run_main(lambda: _run(variant, evaluate, watch, keep, Path(scratch) if resume else None))
 
 
-def _run(variant: str, evaluate: bool, watch: bool, keep: bool) -> int:
+def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume_in: Path | None) -> int:
+    """Args: resume_in: a folder for the recipe of the run that is resumed; None: a new run."""
     check_variant(variant)
+    runs_dir = folder("RUNS_DIR", "runs")
+    if resume_in is not None:
+        take_up(run_view.find_run(os.environ.get("RUN_NAME")), resume_in / "recipe.toml")
     cfg = recipe.from_environment()
     name = os.environ.get("RUN_NAME") or f"{cfg.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    runs_dir = folder("RUNS_DIR", "runs")
     tasks_dir = folder("TASKS_DIR", "data/tasks")
-    preflight.check(
-        cfg,
-        variant=variant,
-        tag=os.environ.get("TAG") or variant,
-        runs_dir=runs_dir,
-        tasks_dir=tasks_dir,
-        models_dir=folder("MODELS_DIR", "data/models"),
-        port=int(os.environ.get("ENV_PORT") or 8100),
-    )
+    report.require(Setup.from_environment(variant))
     this = RunDir(runs_dir / name)
     if this.result.exists():
-        raise RecipeError(f"run {name} has ended already ({this.path}); choose another RUN_NAME")
+        raise RecipeError(
+            f"run {name} has ended already ({this.path}); `make resume RUN_NAME={name}` goes on with it, or choose another "
+            "RUN_NAME"
+        )
     environment = {
         "RUN_NAME": name,
         "RUNS_DIR": str(runs_dir),
@@ -92,6 +98,26 @@ def _run(variant: str, evaluate: bool, watch: bool, keep: bool) -> int:
                     stack.down()
     summary.show(this, cfg)
     return code
+
+
+def take_up(this: RunDir, recipe_path: Path) -> None:
+    """Make a run that has ended, or was killed, ready to be started again, with the recipe that it was made with.
+
+    Raises: RecipeError: all its steps are trained, or its recipe is of another version of the project.
+    """
+    cfg = run_recipe.of(this)
+    ended = run_dir.read_json(this.result)
+    if ended is not None and ended["exit_code"] == 0:
+        raise RecipeError(f"run {this.path.name} is done: all of its {ended['step']} steps are trained")
+    recipe_path.write_text(run_recipe.to_toml(cfg), encoding="utf-8")
+    recipe_path.parent.chmod(0o755)  # the services read it as another user
+    os.environ |= {"RECIPE": str(recipe_path), "RUN_NAME": this.path.name}
+    Attempts(this).record_person(ended)
+    # result.json last: as long as it is there, the run counts as ended.
+    this.stop_request.unlink(missing_ok=True)
+    this.result.unlink(missing_ok=True)
+    newest = this.complete_checkpoints()[-1:]
+    console.print(f"Resuming run {this.path.name} from {newest[0].path.name if newest else 'its start'}")
 
 
 def _phases(

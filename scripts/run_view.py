@@ -90,9 +90,9 @@ def find_run(name: str | None = None) -> RunDir:
     if name is not None:
         if (runs_dir / name).is_dir():
             return RunDir(runs_dir / name)
-        have = ", ".join(sorted(path.name for path in runs_dir.glob("*/"))) or "none"
+        have = ", ".join(sorted(path.name for path in runs_dir.glob("[!.]*/"))) or "none"
         raise RecipeError(f"run {name} is not in {runs_dir}; there: {have}")
-    runs = [RunDir(path) for path in runs_dir.glob("*/")]
+    runs = [RunDir(path) for path in runs_dir.glob("[!.]*/")]
     if not runs:
         raise RecipeError(f"there is no run in {runs_dir}; `make smoke` makes one")
     return max(runs, key=_last_written_s)

@@ -94,7 +94,7 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
 
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, cpu, grpo, reward
+    from services.trainer import attention, cpu, grpo
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
@@ -123,26 +123,7 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
 
     worker = grpo.StoppableWorker(
         stop=stop,
-        harness_session_factory=factory,
-        rollout_reward_fn=functools.partial(
-            reward.score,
-            bonus=cfg.reward.tool_efficiency_bonus,
-            max_tool_calls=cfg.rollout.max_tool_calling_iterations,
-        ),
-        model_name=cfg.policy.served_model_name,
-        dataset=dataset,
-        reward_funcs=[],
-        processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id],
-        num_generations=cfg.rollout.num_generations,
-        max_inflight_tasks=cfg.rollout.max_inflight,
-        queue_maxsize=1024,
-        vllm_server_url=peers.policy_url,
-        max_tokens=cfg.sampling.max_completion_tokens,
-        temperature=cfg.sampling.temperature,
-        top_p=cfg.sampling.top_p,
-        top_k=cfg.sampling.top_k,
-        max_tool_calling_iterations=cfg.rollout.max_tool_calling_iterations,
+        **worker_arguments(cfg, peers.policy_url, factory, dataset, tokenizer),
     )
     samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
     args = AsyncGRPOConfig(
@@ -201,6 +182,34 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         canary=Canary(prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff),
     )
     return trainer, len(rows)
+
+
+def worker_arguments(cfg: Recipe, policy_url: str, factory: Any, dataset: Any, tokenizer: Any) -> dict[str, Any]:
+    """What TRL's ``HarnessRolloutWorker`` is given. Its defaults (8 model calls, for one) are for other harnesses."""
+    from services.trainer import reward
+
+    return {
+        "harness_session_factory": factory,
+        "rollout_reward_fn": functools.partial(
+            reward.score,
+            bonus=cfg.reward.tool_efficiency_bonus,
+            max_tool_calls=cfg.rollout.max_tool_calling_iterations,
+        ),
+        "model_name": cfg.policy.served_model_name,
+        "dataset": dataset,
+        "reward_funcs": [],
+        "processing_class": tokenizer,
+        "eos_token_ids": [tokenizer.eos_token_id],
+        "num_generations": cfg.rollout.num_generations,
+        "max_inflight_tasks": cfg.rollout.max_inflight,
+        "queue_maxsize": 1024,
+        "vllm_server_url": policy_url,
+        "max_tokens": cfg.sampling.max_completion_tokens,
+        "temperature": cfg.sampling.temperature,
+        "top_p": cfg.sampling.top_p,
+        "top_k": cfg.sampling.top_k,
+        "max_tool_calling_iterations": cfg.rollout.max_tool_calling_iterations,
+    }
 
 
 def _hub_revision(cfg: Recipe) -> str | None:

@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
             found["down"] = True
 
     monkeypatch.setattr(script, "Stack", FakeStack)
-    monkeypatch.setattr(script.preflight, "check", lambda *_, **__: None)
+    monkeypatch.setattr(script.report, "require", lambda _setup: None)
     monkeypatch.setattr(script, "image_ids", lambda *_: {"env": "sha256:e"})
     return found
 

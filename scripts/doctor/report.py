@@ -1,0 +1,56 @@
+"""All checks in the order in which a person reads them, and the part of them that a start needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from scripts import checks
+from scripts.checks import Check
+from scripts.doctor import data, hub, images, machine, pitfalls, policy
+from scripts.doctor.setup import Setup
+
+MACHINE = (
+    machine.engine,
+    machine.compose,
+    machine.docker_socket,
+    machine.processor,
+    machine.memory,
+    machine.shared_memory,
+    machine.disk,
+    machine.port,
+    machine.address_pools,
+    machine.gpus,
+    machine.container_gpus,
+)
+DATA = (data.recipe_file, data.task_suites, data.model, data.output_caps)
+IMAGES = (images.present, images.made_from_these_locks, images.digests, images.versions)
+START: tuple[Callable[[Setup], Check], ...] = (
+    data.task_suites,
+    data.model,
+    machine.processor,
+    machine.memory,
+    machine.disk,
+    machine.port,
+    machine.engine,
+    machine.compose,
+    images.present,
+)
+"""What ``scripts.run`` and ``scripts.eval`` require; cheap ones first, the first failure ends them."""
+
+
+def require(setup: Setup) -> None:
+    """Raises: RecipeError, NotReadyError, MachineError: the first precondition of a start that does not hold."""
+    for check in START:
+        checks.require([check(setup)])
+
+
+def examine(setup: Setup) -> list[Check]:
+    """Every check. The two that start a process in a container, and the Hub, are asked meanwhile."""
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        facts = pool.submit(pitfalls.trainer_facts, setup)
+        answers = pool.submit(policy.ask, setup)
+        remote = pool.submit(hub.checks, setup)
+        found = [check(setup) for check in (*MACHINE, *DATA, *IMAGES)]
+        found += [check(setup, facts.result()) for check in pitfalls.ALL]
+        return [*found, *policy.checks(answers.result()), *remote.result()]
