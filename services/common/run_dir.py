@@ -6,12 +6,14 @@ A file is published by writing aside, fsync and rename; a directory by a ``READY
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,14 @@ def iter_checkpoints(folder: Path) -> Iterator[Checkpoint]:
         if (match := _CHECKPOINT.match(entry.name)) and (entry / READY).exists()
     ]
     yield from sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+@contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """Keep rotation from deleting a complete checkpoint inside the block. A process that dies lets go of it."""
+    with (checkpoint / READY).open("rb") as marker:
+        fcntl.flock(marker, fcntl.LOCK_SH)
+        yield
 
 
 def utc_now() -> str:

@@ -1,0 +1,88 @@
+"""``python -m services.hub push | follow``: mirror a run to ADAPTER_REPO, once or while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from services.common import log, recipe, run_dir, signals
+from services.common.errors import RecipeError, run_main
+from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
+from services.hub.client import connect, messages
+from services.hub.commits import FAILURES
+from services.hub.pushes import EVAL_RECORDS, RECORDS, Pusher, writer
+
+WAIT_FOR_WRITER_S = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="services.hub", description=__doc__)
+    parser.add_argument("command", choices=("push", "follow"), help="once, or every EVERY seconds until SIGTERM")
+    parser.add_argument("--eval-only", action="store_true", help="only eval/: where another machine trains the run")
+    parser.add_argument("--every", type=float, default=60.0)
+    arguments = parser.parse_args()
+    cfg = recipe.from_environment()
+    run = RunDir.from_environment(cfg.run.name)
+    repo = repository()
+    log.setup("hub", run.path)
+    pusher = Pusher(connect(), repo, run, cfg.push)
+    if arguments.command == "follow":
+        return follow(pusher, run, arguments.eval_only, arguments.every)
+    return push(pusher, run, cfg, repo, arguments.eval_only)
+
+
+def repository() -> str:
+    """Raises: RecipeError: ADAPTER_REPO is not set."""
+    repo = os.environ.get("ADAPTER_REPO", "")
+    if not repo:
+        raise RecipeError("ADAPTER_REPO is not set; it names the Hub repository of the run's adapters, owner/name")
+    return repo
+
+
+def push(pusher: Pusher, run: RunDir, cfg: Recipe, repo: str, eval_only: bool) -> int:
+    """Everything that is not there yet. Raises: RecipeError, NotReadyError: with what to do."""
+    with messages(repo, os.environ.get("HF_ENDPOINT") or "the Hub"):
+        deadline_s = time.monotonic() + WAIT_FOR_WRITER_S
+        while True:
+            with writer(run) as ours:
+                if ours:
+                    mirror(pusher, run, eval_only)
+                    return 0
+            if time.monotonic() > deadline_s:
+                raise RecipeError(f"another process pushes {run.path.name} now; let it end")
+            time.sleep(1)
+
+
+def mirror(pusher: Pusher, run: RunDir, eval_only: bool) -> None:
+    if eval_only:
+        pusher.push_records(EVAL_RECORDS)
+        return
+    for checkpoint in pusher.backlog():
+        pusher.push(checkpoint)
+    if (run_dir.read_json(run.result) or {}).get("exit_code") == 0:
+        pusher.push_final_adapter()
+    pusher.push_records(RECORDS)
+
+
+def follow(pusher: Pusher, run: RunDir, eval_only: bool, every_s: float) -> int:
+    """Until SIGTERM, and once more then. What fails is tried again the next time."""
+    import logging
+
+    logger = logging.getLogger("hub")
+    with signals.stop_event() as stop:
+        while True:
+            stopping = stop.wait(every_s)
+            try:
+                with writer(run) as ours:
+                    if ours:
+                        mirror(pusher, run, eval_only)
+            except FAILURES as error:
+                logger.error("the run is not mirrored", extra={"error": str(error).splitlines()[:1]})
+            if stopping:
+                return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

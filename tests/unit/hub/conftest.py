@@ -1,0 +1,51 @@
+"""A local Hub for the pushes, and waits that take no time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir
+from tests.hub.server import LocalHub
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with LocalHub() as started:
+        for name, value in started.environment().items():
+            monkeypatch.setenv(name, value)
+        yield started
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were asked to be waited, ours and huggingface_hub's; none is."""
+    asked: list[float] = []
+    monkeypatch.setattr(time, "sleep", asked.append)
+    return asked
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "smoke")
+    made.checkpoints.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def save(run: RunDir) -> Callable[..., Path]:
+    def make(step: int, fill: bytes = b"1", *, ready: bool = True) -> Path:
+        folder = run.checkpoints / f"checkpoint-{step}"
+        folder.mkdir(exist_ok=True)
+        for name in (WEIGHTS, CONFIG, "optimizer.pt", "rollout_state.json"):
+            (folder / name).write_bytes(name.encode() + fill)
+        if ready:
+            (folder / READY).write_bytes(b"at " + fill)
+        return folder
+
+    return make
