@@ -160,13 +160,6 @@ class Env(Section):
     longest one, the agent's."""
     hf_sandbox_starts_per_minute: Positive = 60
     """The Hub limits how often Jobs are started; a rollout waits for its turn."""
-    hf_sandbox_flavor: str = "cpu-basic"
-    """Machine of one sandbox, with the backend hf-sandbox; one rollout has it alone."""
-    hf_sandbox_idle_timeout_s: Seconds = 1800.0
-    """A sandbox that nobody calls for this long ends itself. A command that runs is no call: it must exceed the
-    longest one, the agent's."""
-    hf_sandbox_starts_per_minute: Positive = 60
-    """The Hub limits how often Jobs are started; a rollout waits for its turn."""
 
 
 class Policy(Section):
@@ -320,7 +313,6 @@ class Recipe(Section):
     watchdog: Watchdog = Watchdog()
     costs: Costs = Costs()
     push: Push = Push()
-    push: Push = Push()
     hf_job: HfJob = HfJob()
 
     @model_validator(mode="after")
@@ -336,18 +328,6 @@ class Recipe(Section):
                 f"trainer.samples_per_row is {self.trainer.samples_per_row} and a step has "
                 f"groups_per_step * num_generations = {samples_per_step} samples; the rows must divide it"
             )
-        if self.env.backend == "hf-sandbox":
-            if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:
-                raise ValueError(
-                    f"env.hf_sandbox_idle_timeout_s is {self.env.hf_sandbox_idle_timeout_s} and "
-                    f"rollout.agent_timeout_s {self.rollout.agent_timeout_s}; the idle timeout must exceed it, or the "
-                    "sandbox ends under a running agent"
-                )
-            if self.env.sandbox_image.startswith("local/"):
-                raise ValueError(
-                    f"env.sandbox_image is {self.env.sandbox_image!r}; with backend hf-sandbox the Hub pulls it, so it "
-                    "must be in a registry: `make push`, then name it by digest (images/digests.json)"
-                )
         if self.env.backend == "hf-sandbox":
             if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:
                 raise ValueError(
