@@ -24,8 +24,8 @@ train: images $(VENV)/ready ## Train RECIPE with VARIANT=cpu|cuda, evaluate, sum
 eval: images $(VENV)/ready ## Base against CKPT=2|best|final|base|hub:repo@rev of the newest run or RUN_NAME; N= TASKS= GREEDY=1
 	$(RUN) scripts.eval
 
-status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME
-	$(RUN) scripts.status
+status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME; ONCE=1, JSON=1
+	$(RUN) scripts.status $(if $(ONCE),--once) $(if $(JSON),--json)
 
 doctor: $(VENV)/ready ## Every precondition of RECIPE with VARIANT, a line each; JSON=1
 	$(RUN) scripts.doctor $(if $(JSON),--json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter
@@ -17,6 +18,9 @@ from services.common.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 
+SPARKS = "▁▂▃▄▅▆▇█"
+RATE_STEPS = 20
+"""Steps over which the rate is taken."""
 Metrics = Mapping[str, Any]
 """One line of metrics.jsonl."""
 
@@ -40,6 +44,10 @@ class RunView:
     timings: Mapping[str, float]
     """Wall seconds by phase, of the script that ran it."""
     incidents: list[str]
+    costs: Mapping[str, Any] | None
+    """costs.json: dollars, GPU hours, sandbox minutes so far."""
+    max_steps: int | None
+    """trainer.max_steps of the manifest's recipe; None before env wrote it."""
 
     @property
     def step(self) -> int:
@@ -53,6 +61,34 @@ class RunView:
         env = self.beats.get("env")
         return None if env is None else env.detail.get("inflight")
 
+    @property
+    def flying(self) -> list[Mapping[str, Any]]:
+        """``task`` and ``since_s`` of each of them, oldest first."""
+        env = self.beats.get("env")
+        return [] if env is None else list(env.detail.get("rollouts", ()))
+
+    def steps_per_hour(self) -> float | None:
+        """Over the last ``RATE_STEPS`` steps; None until two are done."""
+        times = values(self.metrics[-RATE_STEPS:], "time_s")
+        if len(times) < 2 or times[-1] <= times[0]:
+            return None
+        return (len(times) - 1) * 3600.0 / (times[-1] - times[0])
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at that rate; None when it is not known."""
+        rate = self.steps_per_hour()
+        if rate is None or self.max_steps is None or self.result is not None:
+            return None
+        return max(0, self.max_steps - self.step) * 3600.0 / rate
+
+    def last_incident(self) -> str | None:
+        """Name of the newest bundle, with the reason that the watchdog wrote into it."""
+        if not self.incidents:
+            return None
+        name = max(self.incidents, key=lambda found: (self.run.incidents / found).stat().st_mtime)
+        decision = run_dir.read_json(self.run.incidents / name / "decision.json") or {}
+        return f"{name}: {decision['reason']}" if "reason" in decision else name
+
     def unscorable(self) -> dict[str, int]:
         """Cause -> number of training rollouts, most frequent first."""
         causes = Counter(str(line["cause"]) for line in self.rollouts if not line["scored"])
@@ -64,6 +100,7 @@ class RunView:
 
 
 def load(run: RunDir) -> RunView:
+    manifest = run_dir.read_json(run.manifest)
     projects: dict[str, str] = {line["project"]: line["event"] for line in run_dir.read_lines(run.ledger)}
     return RunView(
         run=run,
@@ -77,6 +114,8 @@ def load(run: RunDir) -> RunView:
         curve=run_dir.read_json(run.eval / "summary.json"),
         timings=run_dir.read_json(run.path / "timings.json") or {},
         incidents=sorted(path.name for path in run.incidents.glob("[!.]*")),
+        costs=run_dir.read_json(run.path / "costs.json"),
+        max_steps=manifest["recipe"]["trainer"]["max_steps"] if manifest else None,
     )
 
 
@@ -116,3 +155,23 @@ def mean(numbers: Iterable[float]) -> float | None:
 def shown(value: float | None, digits: int = 3, unit: str = "") -> str:
     """A number for a table; ``-`` for none."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """``0:01:08``."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def sparkline(numbers: Iterable[float], width: int = 40) -> str:
+    """One character a value, lowest to highest of them; more values than ``width`` are averaged in groups."""
+    listed = list(numbers)
+    if not listed:
+        return ""
+    count = min(width, len(listed))
+    edges = [index * len(listed) // count for index in range(count + 1)]
+    means = [math.fsum(listed[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    lowest, highest = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (highest - lowest) if highest > lowest else 0.0
+    return "".join(SPARKS[round((value - lowest) * scale)] for value in means)

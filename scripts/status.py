@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from scripts import run_view
-from scripts.progress import describe_rollouts, describe_step
-from scripts.run_view import RunView
+from scripts.progress import REWARD, describe_rollouts, describe_step
+from scripts.run_view import RunView, duration, shown, sparkline, values
 from services.common.errors import run_main
 from services.common.health import Heartbeat
 
@@ -21,14 +24,18 @@ REFRESH_S = 2.0
 STALE_S = 60.0
 """A heartbeat comes every few seconds; one older than this is shown as missing."""
 ENDED = ("done", "failed")
+GPU_FIELDS = ("index", "name", "utilization.gpu", "memory.used", "memory.total")
 
 
-def as_json(view: RunView, now_s: float) -> dict[str, Any]:
+def as_json(view: RunView, gpus: Sequence[dict[str, Any]], now_s: float) -> dict[str, Any]:
     """The same as the table, for programs."""
     return {
         "run": view.run.path.name,
         "path": str(view.run.path),
         "step": view.step,
+        "max_steps": view.max_steps,
+        "steps_per_hour": view.steps_per_hour(),
+        "eta_s": view.eta_s(),
         "services": {
             name: {
                 "phase": beat.phase,
@@ -41,10 +48,15 @@ def as_json(view: RunView, now_s: float) -> dict[str, Any]:
             for name, beat in sorted(view.beats.items())
         },
         "metrics": view.metrics[-1] if view.metrics else None,
+        "rewards": values(view.metrics, REWARD),
         "rollouts": {"scored": view.scored, "unscorable": view.unscorable(), "inflight": view.inflight},
+        "in_flight": [{"task": flying["task"], "age_s": round(now_s - flying["since_s"], 1)} for flying in view.flying],
         "open_sandboxes": view.open_sandboxes,
+        "gpus": list(gpus),
+        "costs": view.costs,
         "best": view.curve["best"] if view.curve else None,
         "incidents": view.incidents,
+        "last_incident": view.last_incident(),
         "stop": view.stop,
         "result": view.result,
     }
@@ -55,36 +67,84 @@ def is_alive(beat: Heartbeat, now_s: float) -> bool:
     return beat.phase in ENDED or now_s - beat.time_s <= STALE_S
 
 
-def render(view: RunView, now_s: float) -> Group:
-    services = Table(title=f"run {view.run.path.name}, step {view.step}", title_justify="left")
+def ask_gpus() -> list[dict[str, Any]]:
+    """The GPUs of this machine as nvidia-smi sees them; empty without it."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [parse_gpu(line) for line in found.splitlines() if line.strip()]
+
+
+def parse_gpu(line: str) -> dict[str, Any]:
+    """One line of nvidia-smi; a field that it does not know ("[N/A]") is None."""
+    index, name, *numbers = (part.strip() for part in line.split(","))
+    used = [int(number) if number.isdigit() else None for number in numbers]
+    return {
+        "index": int(index),
+        "name": name,
+        **dict(zip(("busy_percent", "used_mib", "total_mib"), used, strict=True)),
+    }
+
+
+# --- The table ------------------------------------------------------------------------------------------------------
+
+
+def render(view: RunView, gpus: Sequence[dict[str, Any]], now_s: float) -> Group:
+    services = Table(title=headline(view), title_justify="left")
     for name in ("service", "phase", "step", "in phase", "heartbeat", "detail"):
         services.add_column(name, justify="right" if name in ("step", "in phase") else "left")
     for name, beat in sorted(view.beats.items()):
         age = f"{now_s - beat.time_s:.0f} s ago"
         services.add_row(
-            name, beat.phase, str(beat.step), _duration(now_s - beat.phase_since_s),
+            name, beat.phase, str(beat.step), duration(now_s - beat.phase_since_s),
             age if is_alive(beat, now_s) else f"[red]none since {age}[/red]",
-            ", ".join(f"{key} {value}" for key, value in beat.detail.items() if not isinstance(value, dict)),
+            ", ".join(f"{key} {value}" for key, value in beat.detail.items() if not isinstance(value, dict | list)),
         )  # fmt: skip
-    lines = [f"{describe_rollouts(view)}; {view.open_sandboxes} sandboxes open"]
+    return Group(services, *numbers(view, gpus, now_s), *events(view))
+
+
+def headline(view: RunView) -> str:
+    of_steps = f" of {view.max_steps}" if view.max_steps else ""
+    rate, eta_s = view.steps_per_hour(), view.eta_s()
+    pace = f", {rate:.0f} steps an hour" if rate is not None else ""
+    left = f", {duration(eta_s)} to go" if eta_s is not None else ""
+    return f"run {view.run.path.name}, step {view.step}{of_steps}{pace}{left}"
+
+
+def numbers(view: RunView, gpus: Sequence[dict[str, Any]], now_s: float) -> Iterator[str]:
+    if rewards := values(view.metrics, REWARD):
+        yield f"reward {sparkline(rewards)} {min(rewards):.3f} to {max(rewards):.3f}, last {rewards[-1]:.3f}"
+    yield f"{describe_rollouts(view)}; {view.open_sandboxes} sandboxes open"
+    if view.flying:
+        ages = (f"{escape(item['task'])} {duration(now_s - item['since_s'])}" for item in view.flying[:8])
+        more = f" and {len(view.flying) - 8} more" if len(view.flying) > 8 else ""
+        yield f"in flight: {', '.join(ages)}{more}"
     if causes := view.unscorable():
-        lines.append("unscorable: " + ", ".join(f"{cause} {count}" for cause, count in causes.items()))
+        yield "unscorable: " + ", ".join(f"{cause} {count}" for cause, count in causes.items())
     if view.metrics:
-        lines.append(f"step {view.metrics[-1]['step']}: {describe_step(view.metrics[-1])}")
+        yield f"step {view.metrics[-1]['step']}: {describe_step(view.metrics[-1])}"
+    for gpu in gpus:
+        memory = f"{(gpu['used_mib'] or 0) / 1024:.0f} of {(gpu['total_mib'] or 0) / 1024:.0f} GB"
+        yield f"GPU {gpu['index']} ({gpu['name']}): {shown(gpu['busy_percent'], 0, ' %')} busy, {memory}"
+    if view.costs:
+        per_step = view.costs.get("usd_per_step")
+        yield (
+            f"cost: {view.costs['usd']:.2f} dollars, {shown(per_step, 3)} a step; "
+            f"{view.costs['gpu_hours']:.2f} GPU hours, {view.costs['sandbox_minutes']:.0f} sandbox minutes"
+        )
+
+
+def events(view: RunView) -> Iterator[str]:
     if view.curve and view.curve["best"]:
-        lines.append(f"best on held-out tasks: {view.curve['best']}")
-    lines += [f"[red]incident: {view.run.incidents / name}[/red]" for name in view.incidents]
+        yield f"best on held-out tasks: {view.curve['best']}"
+    if incident := view.last_incident():
+        yield f"[red]{len(view.incidents)} incidents, last {escape(incident)}[/red]"
     if view.stop:
-        lines.append(f"[yellow]stop requested: {view.stop['reason']}[/yellow]")
+        yield f"[yellow]stop requested: {escape(view.stop['reason'])}[/yellow]"
     if view.result:
-        lines.append(f"ended with exit code {view.result['exit_code']}: {view.result['reason']}")
-    return Group(services, *lines)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+        yield f"ended with exit code {view.result['exit_code']}: {escape(view.result['reason'])}"
 
 
 def main(
@@ -99,19 +159,19 @@ def main(
 def _show(name: str | None, once: bool, as_text: bool) -> int:
     run = run_view.find_run(name)
     if as_text:
-        print(json.dumps(as_json(run_view.load(run), time.time()), indent=2, default=str))
+        print(json.dumps(as_json(run_view.load(run), ask_gpus(), time.time()), indent=2, default=str))
         return 0
     console = Console()
     view = run_view.load(run)
     if once or not console.is_terminal:
-        console.print(render(view, time.time()))
+        console.print(render(view, ask_gpus(), time.time()))
         return 0
     try:
-        with Live(render(view, time.time()), console=console, auto_refresh=False) as live:
+        with Live(render(view, ask_gpus(), time.time()), console=console, auto_refresh=False) as live:
             while view.result is None:
                 time.sleep(REFRESH_S)
                 view = run_view.load(run)
-                live.update(render(view, time.time()), refresh=True)
+                live.update(render(view, ask_gpus(), time.time()), refresh=True)
     except KeyboardInterrupt:
         pass
     return 0
