@@ -14,7 +14,7 @@ COMPOSE := docker compose
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
 
 ##@ Run
-.PHONY: smoke train eval status doctor logs down purge
+.PHONY: smoke train eval status traces doctor logs down purge
 smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
 
@@ -26,6 +26,9 @@ eval: images $(VENV)/ready ## Base against CKPT=2|best|final|base|hub:repo@rev o
 
 status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME; ONCE=1, JSON=1
 	$(RUN) scripts.status $(if $(ONCE),--once) $(if $(JSON),--json)
+
+traces: $(VENV)/ready ## Rollouts of the newest run, or RUN_NAME: list and one HTML file; STEP= TASK= SORT=worst|longest|failed N= ID= TOKENS=1
+	$(RUN) scripts.traces
 
 doctor: $(VENV)/ready ## Every precondition of RECIPE with VARIANT, a line each; JSON=1
 	$(RUN) scripts.doctor $(if $(JSON),--json)

@@ -26,7 +26,11 @@ inside() { # inside <image> <folder> [docker options...]
 
 for kind in "$@"; do
   case $kind in
-    unit | stack) host "$kind" ;;
+    unit) host "$kind" ;;
+    stack)
+      scripts/ensure_chromium.sh || exit 1
+      host stack
+      ;;
     contract)
       scripts/build_images.sh cpu test || exit 1
       inside trainer tests/contract/trainer --shm-size 1g
