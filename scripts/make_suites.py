@@ -137,6 +137,21 @@ def smoke_table(rng: random.Random, size: int) -> Table:
 # --- learn: five forms x three file types x five columns ----------------------------------------------------------
 
 LEARN_COLUMNS = ("pay", "cost", "size", "mass", "area")
+WARMUP_COLUMNS = (
+    "age",
+    "rank",
+    "speed",
+    "width",
+    "depth",
+    "score",
+    "price",
+    "level",
+    "hours",
+    "weight",
+    "height",
+    "count",
+)
+"""Only in questions that the tiny policy is warmed up on: it learns there what words are for, and none of the tasks."""
 LEARN_FILES = ("a.csv", "b.json", "c.db")
 LEARN_DIFFICULTY: dict[str, Literal["easy", "medium", "hard"]] = {"a.csv": "easy", "b.json": "medium", "c.db": "hard"}
 
@@ -154,7 +169,7 @@ class LearnForm:
 
     def command(self, file: str, column: str) -> str:
         template = {"a.csv": self.csv, "b.json": self.json, "c.db": self.sql}[file]
-        field = str(LEARN_COLUMNS.index(column) + 2)  # the name is field 1
+        field = str((*LEARN_COLUMNS, *WARMUP_COLUMNS).index(column) + 2)  # the name is field 1
         return template.replace("COLUMN", column).replace("FIELD", field) + " > answer.txt"
 
 
@@ -208,6 +223,18 @@ def learn_tasks(seed: int) -> Iterator[TaskSpec]:
                     + here_document("b.json", json_text(tables["b.json"]))
                     + sqlite_script("c.db", tables["c.db"]),
                     difficulty=LEARN_DIFFICULTY[file],
+                )
+
+
+def learn_warmup() -> Iterator[tuple[str, str, str]]:
+    """Name, instruction and command of every question about the warm-up's columns. No sandbox runs them."""
+    for form in LEARN_FORMS:
+        for file in LEARN_FILES:
+            for column in WARMUP_COLUMNS:
+                yield (
+                    f"{form.name}-{column}-{file[0]}",
+                    form.instruction.format(column=column, file=file),
+                    form.command(file, column),
                 )
 
 
@@ -280,6 +307,8 @@ END
 # --- writing ------------------------------------------------------------------------------------------------------
 
 SUITES: dict[str, Callable[[int], Iterator[TaskSpec]]] = {"smoke": smoke_tasks, "learn": learn_tasks}
+
+WARMUP: dict[str, Callable[[], Iterable[tuple[str, str, str]]]] = {"learn": learn_warmup}
 
 TEST_SH = """\
 #!/bin/sh

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from scripts import make_suites
 from scripts.tiny_policy import prompts
 from services.common.errors import RecipeError, run_main
 from services.common.run_dir import read_json, write_json, write_text
@@ -55,6 +56,9 @@ def make(
     warmup_steps: Annotated[int, typer.Option(min=10, help="Steps of the supervised warm-up.")] = 600,
     batch_size: Annotated[int, typer.Option(min=4, help="Conversations a step.")] = 16,
     bpe_pieces: Annotated[int, typer.Option(min=300, help="BPE vocabulary, bytes included.")] = 640,
+    errors: Annotated[
+        prompts.Errors, typer.Option(help="What it does when it is wrong: another task's command, or no answer.txt.")
+    ] = "other-task",
     phrases: Annotated[bool, typer.Option(help="One token for each line of OpenCode's constant prompt.")] = True,
     threads: Threads = 2,
 ) -> None:
@@ -67,10 +71,11 @@ def make(
     from scripts.tiny_policy import warmup
 
     started = time.monotonic()
-    tokenizer = tokenizers.build(train, bpe_pieces, phrases)
+    examples = train + [prompts.Task(*task) for task in make_suites.WARMUP.get(suite, tuple)()]
+    tokenizer = tokenizers.build(examples, bpe_pieces, phrases)
     model = models.build(tokenizer, seed)
     rng = random.Random(seed)
-    data = warmup.Conversations(tokenizer, prompts.Examples(train, heldout, rng), rng)
+    data = warmup.Conversations(tokenizer, prompts.Examples(examples, heldout, rng, errors), rng)
     schedule = warmup.Schedule(target_accuracy=target_accuracy, steps=warmup_steps, batch_size=batch_size)
     with steps_bar(schedule.steps) as report:
         warmup.run(model, data, schedule, report)

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.common import tasks
 from services.common.errors import RecipeError
@@ -148,6 +148,11 @@ def rename_files(task: Task, rng: random.Random) -> Task:
     return Task(task.name, rename(task.instruction, names), rename(task.command, names))
 
 
+Errors = Literal["other-task", "answer-file"]
+REDIRECTION = " > answer.txt"
+SLIPS = ("", " > output.txt", " > result.txt")
+
+
 @dataclass(frozen=True)
 class Example:
     instruction: str
@@ -159,17 +164,20 @@ class Example:
 class Examples:
     """Endless examples from the training tasks; an instruction of ``heldout`` never occurs.
 
-    ``right_share`` is the weight of the reference command; the rest is spread over other tasks' commands. The policy
-    learns to sample in these shares, so the last value sets its accuracy at temperature 1.
+    ``right_share`` is the weight of the reference command; the rest is spread over wrong ones. The policy learns to
+    sample in these shares, so the last value sets its accuracy at temperature 1.
     """
 
     WRONG = 3
     """Wrong commands for each right one: all that differs between them is learned in one step, with little noise."""
 
-    def __init__(self, train: list[Task], heldout: list[Task], rng: random.Random) -> None:
+    def __init__(
+        self, train: list[Task], heldout: list[Task], rng: random.Random, errors: Errors = "other-task"
+    ) -> None:
         self.right_share = 1.0
         self._train, self._rng = train, rng
         self._forbidden = {task.instruction for task in heldout}
+        self._wrong_command = {"other-task": self._other_task, "answer-file": self._no_answer_file}[errors]
 
     def draw(self) -> list[Example]:
         """One instruction with its right command and, if the share leaves weight for them, wrong ones."""
@@ -185,7 +193,7 @@ class Examples:
         weight = (1 - self.right_share) / self.WRONG
         return [right, *(Example(task.instruction, self._wrong_command(task), weight) for _ in range(self.WRONG))]
 
-    def _wrong_command(self, task: Task) -> str:
+    def _other_task(self, task: Task) -> str:
         """Another task's command, in half of the cases on this task's files: wrong in what it does, or where."""
         while True:
             command = self._rng.choice(self._train).command
@@ -193,3 +201,7 @@ class Examples:
                 command = rename(command, dict(zip(file_names(command), file_names(task.instruction), strict=False)))
             if command != task.command:
                 return command
+
+    def _no_answer_file(self, task: Task) -> str:
+        """The task's own command, whose answer goes to the screen or to another file: the usual slips of a model."""
+        return task.command.replace(REDIRECTION, self._rng.choice(SLIPS))

@@ -28,7 +28,7 @@ from trl.chat_template_utils import (
 )
 from typer.testing import CliRunner
 
-from scripts import make_tiny_policy
+from scripts import make_suites, make_tiny_policy
 from scripts.tiny_policy import prompts, warmup
 from scripts.tiny_policy import tokenizer as text
 from services.common import recipe
@@ -195,6 +195,28 @@ def test_heldout_instructions_never_train_and_wrong_commands_are_wrong() -> None
     for right, *wrong in known:
         assert right.command == reference[right.instruction]
         assert wrong and all(example.command != right.command for example in wrong)
+
+
+def test_slips_are_the_tasks_own_command_with_its_answer_elsewhere() -> None:
+    train, heldout = make_tiny_policy.read_suites(TASKS, "learn")
+    reference = {task.instruction: task.command for task in train}
+    examples = prompts.Examples(train, heldout, random.Random(0), "answer-file")
+    examples.right_share = 0.3
+    drawn = [group for group in (examples.draw() for _ in range(500)) if group[0].instruction in reference]
+    slips = {example.command.partition(" > ")[2] for group in drawn for example in group[1:]}
+    assert slips == {"", "output.txt", "result.txt"}
+    for right, *wrong in drawn:
+        assert {example.command.partition(" > ")[0] for example in wrong} == {
+            right.command.removesuffix(" > answer.txt")
+        }
+
+
+def test_warm_up_questions_are_none_of_the_suites_and_about_none_of_its_columns() -> None:
+    train, heldout = make_tiny_policy.read_suites(TASKS, "learn")
+    warmup_tasks = [prompts.Task(*task) for task in make_suites.learn_warmup()]
+    assert len(warmup_tasks) == 5 * 3 * len(make_suites.WARMUP_COLUMNS)
+    assert not {task.instruction for task in warmup_tasks} & {task.instruction for task in train + heldout}
+    assert not {task.command for task in warmup_tasks} & {task.command for task in train + heldout}
 
 
 def test_schedule_starts_right_and_ends_at_the_target() -> None:
