@@ -129,6 +129,8 @@ class Outcome:
     unparsed_calls: int = 0
     """Turns whose text still holds a tool-call marker: the parser made no call of it."""
     wall_s: float = 0.0
+    trial: str = ""
+    """Folder below the run's ``trials/`` with what the agent did."""
 
     @property
     def scored(self) -> bool:
@@ -161,7 +163,7 @@ class CellStore:
         """Read what other processes appended."""
         with self._lock:
             for line in run_dir.read_lines(self._path):
-                self._remember(line["key"], Outcome(**{name: line[name] for name in _OUTCOME_FIELDS}))
+                self._remember(line["key"], Outcome(**{name: line[name] for name in _OUTCOME_FIELDS if name in line}))
 
     def add(self, cell: Cell, outcome: Outcome) -> None:
         """Keep the outcome. A failure is kept too, for the list of them, and leaves the cell missing."""

@@ -43,6 +43,7 @@ class Result(causes.Rollout, Protocol):
     capture_level: str
     turns: Sequence[Turn]
     wall_s: float
+    trial_name: str | None
 
 
 class Client(Protocol):
@@ -152,6 +153,7 @@ def judge(result: Result, under: Conditions) -> Outcome:
         completion_tokens=sum(len(turn.completion_token_ids) for turn in result.turns),
         unparsed_calls=sum(TOOL_CALL_MARKER in turn.text for turn in result.turns),
         wall_s=result.wall_s,
+        trial=result.trial_name or "",
     )
     cause = causes.failure_cause(result, training=False)
     error = f"{result.exception_type or 'error'}: {result.error or 'the verifier gave no reward'}"

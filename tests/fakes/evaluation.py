@@ -63,6 +63,7 @@ def result(**changes: Any) -> SimpleNamespace:
         "findings": [],
         "turns": [turn, last],
         "wall_s": 12.5,
+        "trial_name": "oe-lines-a-1",
     }
     return SimpleNamespace(**values | changes)
 

@@ -52,6 +52,7 @@ def test_a_graded_rollout_becomes_a_scored_outcome_with_its_counts(runner: Runne
     outcome = runner(CELL, "policy")
     assert (outcome.reward, outcome.passed, outcome.cause) == (1.0, True, None)
     assert (outcome.turns, outcome.tool_calls, outcome.completion_tokens, outcome.wall_s) == (2, 1, 4, 12.5)
+    assert outcome.trial == "oe-lines-a-1"
 
 
 def test_each_rollout_has_a_client_of_its_own_that_is_closed_again(runner: Runner, env: FakeEnv) -> None:
