@@ -11,10 +11,11 @@ PYTHON  ?= python3
 VENV    := .venv
 RUN     := $(VENV)/bin/python -m
 COMPOSE := docker compose
+DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
 
 ##@ Run
-.PHONY: smoke train eval status traces doctor logs down purge
+.PHONY: smoke train resume eval status dash traces doctor logs down purge
 smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
 
@@ -27,6 +28,11 @@ eval: images $(VENV)/ready ## Base against CKPT=2|best|final|base|hub:repo@rev o
 status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME; ONCE=1, JSON=1
 	$(RUN) scripts.status $(if $(ONCE),--once) $(if $(JSON),--json)
 
+dash: images ## Dashboard of all runs (trackio), for this machine only; DASH_PORT=7860
+	$(COMPOSE) --profile dash up --detach --wait dash
+	@echo "dashboard: $(DASH_URL)"
+	@if [ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ]; then $(PYTHON) -m webbrowser -t "$(DASH_URL)" >/dev/null; fi
+
 traces: $(VENV)/ready ## Rollouts of the newest run, or RUN_NAME: list and one HTML file; STEP= TASK= SORT=worst|longest|failed N= ID= TOKENS=1
 	$(RUN) scripts.traces
 
@@ -36,7 +42,12 @@ doctor: $(VENV)/ready ## Every precondition of RECIPE with VARIANT, a line each;
 logs: ## Follow the logs of all services
 	$(COMPOSE) --profile '*' logs --follow --tail 50
 
-down: ## Stop everything; runs stay
+resume: images $(VENV)/ready ## Go on with the newest run, or RUN_NAME, from its newest checkpoint
+	$(RUN) scripts.run --variant $(VARIANT) --resume
+
+down: $(VENV)/ready ## Stop everything; runs stay
+	$(COMPOSE) --profile '*' stop
+	$(RUN) scripts.sweep
 	$(COMPOSE) --profile '*' down --remove-orphans
 
 purge: down ## Delete runs and images of this project (asks)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,16 +59,14 @@ def run(
     ] = False,
 ) -> None:
     """Train the recipe that RECIPE names and evaluate the result."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run_main(lambda: _run(variant, evaluate, watch, keep, Path(scratch) if resume else None))
+    run_main(lambda: _run(variant, evaluate, watch, keep, resume))
 
 
-def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume_in: Path | None) -> int:
-    """Args: resume_in: a folder for the recipe of the run that is resumed; None: a new run."""
+def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume: bool) -> int:
     check_variant(variant)
     runs_dir = folder("RUNS_DIR", "runs")
-    if resume_in is not None:
-        take_up(run_view.find_run(os.environ.get("RUN_NAME")), resume_in / "recipe.toml")
+    if resume:
+        take_up(run_view.find_run())
     cfg = recipe.from_environment()
     name = os.environ.get("RUN_NAME") or f"{cfg.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tasks_dir = folder("TASKS_DIR", "data/tasks")
@@ -77,8 +74,8 @@ def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume_in: Path 
     this = RunDir(runs_dir / name)
     if this.result.exists():
         raise RecipeError(
-            f"run {name} has ended already ({this.path}); `make resume RUN_NAME={name}` goes on with it, or choose another "
-            "RUN_NAME"
+            f"run {name} has ended already ({this.path}); go on with it by `make resume RUN_NAME={name}`, or choose "
+            "another RUN_NAME"
         )
     environment = {
         "RUN_NAME": name,
@@ -100,7 +97,7 @@ def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume_in: Path 
     return code
 
 
-def take_up(this: RunDir, recipe_path: Path) -> None:
+def take_up(this: RunDir) -> None:
     """Make a run that has ended, or was killed, ready to be started again, with the recipe that it was made with.
 
     Raises: RecipeError: all its steps are trained, or its recipe is of another version of the project.
@@ -109,8 +106,9 @@ def take_up(this: RunDir, recipe_path: Path) -> None:
     ended = run_dir.read_json(this.result)
     if ended is not None and ended["exit_code"] == 0:
         raise RecipeError(f"run {this.path.name} is done: all of its {ended['step']} steps are trained")
-    recipe_path.write_text(run_recipe.to_toml(cfg), encoding="utf-8")
-    recipe_path.parent.chmod(0o755)  # the services read it as another user
+    # In the run's folder, so that a container that Compose starts again still finds it.
+    recipe_path = this.path / "recipe.toml"
+    run_dir.write_text(recipe_path, run_recipe.to_toml(cfg))
     os.environ |= {"RECIPE": str(recipe_path), "RUN_NAME": this.path.name}
     Attempts(this).record_person(ended)
     # result.json last: as long as it is there, the run counts as ended.

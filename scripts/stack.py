@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from scripts.sweep import sweep_all
 from services.common import signals
 from services.common.errors import NotReadyError, RecipeError
 
@@ -108,6 +109,10 @@ class Stack:
         self("--profile", "*", "logs", "--tail", "25", check=False, quiet=False, always=True)
 
     def down(self) -> None:
+        """Stop and remove everything. A network with a sandbox in it cannot be removed, so those that an env that was
+        killed has left go first."""
+        self("--profile", "*", "stop", check=False, always=True)
+        sweep_all(Path(self._environment.get("RUNS_DIR") or ROOT / "runs"))
         self("--profile", "*", "down", "--remove-orphans", check=False, always=True)
 
     def _ask(self, *arguments: str) -> str:

@@ -1,7 +1,8 @@
 """Errors that end a process, each with the exit code that a supervisor or a person can act on.
 
 0 done · 1 bug (traceback) · 2 bad recipe, tasks or usage · 3 a peer or the engine never became ready ·
-4 stopped by the watchdog or a bound of the recipe · 5 this machine is not fit (disk, memory, port, CPU).
+4 stopped by the watchdog or a bound of the recipe · 5 this machine is not fit (disk, memory, port, CPU) ·
+6 given up: resumed as often as the recipe allows, and it failed again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ class MachineError(StackError):
     """Disk, memory, a port, the processor or an image does not fit; nothing was started."""
 
     exit_code = 5
+
+
+class GaveUpError(StackError):
+    """The run was resumed as often as the recipe allows, and failed again; what was trained is saved."""
+
+    exit_code = 6
 
 
 def run_main(main: Callable[[], int]) -> None:

@@ -153,6 +153,8 @@ class Env(Section):
     sandbox_pids: Positive = 512
     max_message_size_mb: Positive = 512
     """Of one rollout result: it grows with the square of the turns."""
+    docker_starts_per_minute: Positive = 120
+    """With the backend docker; a rollout waits for its turn. A group of 8 starts within 4 s."""
     hf_sandbox_flavor: str = "cpu-basic"
     """Machine of one sandbox, with the backend hf-sandbox; one rollout has it alone."""
     hf_sandbox_idle_timeout_s: Seconds = 1800.0
@@ -340,6 +342,11 @@ class Recipe(Section):
                     f"env.sandbox_image is {self.env.sandbox_image!r}; with backend hf-sandbox the Hub pulls it, so it "
                     "must be in a registry: `make push`, then name it by digest (images/digests.json)"
                 )
+        if self.policy.max_num_seqs < self.rollout.max_inflight:
+            raise ValueError(
+                f"policy.max_num_seqs is {self.policy.max_num_seqs} and rollout.max_inflight "
+                f"{self.rollout.max_inflight}; the policy must take a call of every rollout in flight, or they queue"
+            )
         if self.tasks.train == self.tasks.heldout:
             raise ValueError(f"tasks.train and tasks.heldout are both {self.tasks.train!r}; they must differ")
         if self.evaluator.watch_tasks > self.evaluator.final_tasks:

@@ -125,6 +125,16 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def trained(self) -> Path:
+        """One line a step: which samples of which training tasks it trained on."""
+        return self.path / "trained.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """One line for each start and end of the training process, written by its supervisor."""
+        return self.path / "attempts.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -154,12 +164,14 @@ class RunDir:
 
     @property
     def stop_request(self) -> Path:
-        """The watchdog writes it (``reason``, ``at``); the trainer's supervisor obeys it."""
+        """The watchdog or a person writes it (``reason``, ``at``, and ``resume``: whether to start again from the
+        newest checkpoint); the trainer's supervisor obeys it and takes it away."""
         return self.path / "stop.json"
 
     @property
     def result(self) -> Path:
-        """How training ended (``exit_code``, ``reason``, ``step``): written last by the trainer."""
+        """How training ended (``exit_code``, ``reason``, ``step``): written last by the trainer's supervisor. While it
+        is there, nothing of the run is started again; ``make resume`` takes it away."""
         return self.path / "result.json"
 
     def complete_checkpoints(self) -> list[Checkpoint]:
@@ -183,6 +195,18 @@ def in_use(checkpoint: Path) -> Iterator[None]:
     with (checkpoint / READY).open("rb") as marker:
         fcntl.flock(marker, fcntl.LOCK_SH)
         yield
+
+
+@contextmanager
+def unused(checkpoint: Path) -> Iterator[bool]:
+    """Whether nobody is inside ``in_use``; inside the block nobody gets there."""
+    with (checkpoint / READY).open("rb") as marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def utc_now() -> str:

@@ -6,6 +6,7 @@ Found in two ways, because either can be cut short by a kill: by the run's label
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker
@@ -18,15 +19,17 @@ PROJECT_LABEL = "com.docker.compose.project"
 logger = logging.getLogger("env.sweep")
 
 
-def sweep(run: RunDir) -> int:
+def sweep(run: RunDir, keep: Collection[str] = ()) -> int:
     """Remove the run's containers and networks and close its ledger entries; safe to call at any time, twice.
 
+    Args: keep: Compose projects that are in use and stay.
     Returns: containers removed.  Raises: DockerError: the engine does not answer, or refuses a removal.
     """
     ledger = Ledger(run.ledger)
-    projects = ledger.open_projects()
+    projects = [project for project in ledger.open_projects() if project not in keep]
     filters = [f"{LABEL}={run.path.name}", *(f"{PROJECT_LABEL}={project}" for project in projects)]
-    containers = _ids("container", filters)
+    kept = set(_ids("container", [f"{PROJECT_LABEL}={project}" for project in keep]))
+    containers = [found for found in _ids("container", filters) if found not in kept]
     if containers:
         _remove("container", "rm", "--force", "--volumes", ids=containers)
     if networks := _ids("network", filters[1:]):

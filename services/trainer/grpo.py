@@ -1,19 +1,29 @@
 """TRL's ``AsyncGRPOTrainer``, narrowed where this stack must differ, and nowhere else.
 
-Two seams, both pinned by a contract test: how weights reach the policy server (LoRA factors instead of an
-adapter merged in place, which drifts a bf16 base), and where a stop request can break the wait for rollouts.
+Three seams, pinned by a contract test: how weights reach the policy server (LoRA factors instead of an adapter merged
+in place, which drifts a bf16 base), where a stop request can break the wait for rollouts, and what a checkpoint says of
+the rollouts (``groups``).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
+from services.common import run_dir
 from services.common.health import Pulse
+from services.common.run_dir import RunDir
 from services.common.signals import StopFlag
+from services.trainer.groups import GroupBook
+from services.trainer.resume import Cursor, Start
+from services.trainer.rollout_loop import RolloutLoop
 from services.trainer.staleness import StalenessTrainer
 from services.weight_sync.names import lora_factors
 
@@ -23,7 +33,9 @@ class StopRequested(Exception):
 
 
 class StoppableWorker(HarnessRolloutWorker):
-    """A rollout worker whose health check, which TRL calls while it waits, also sees a stop request."""
+    """A worker with our loop, whose health check, which TRL calls while it waits, also sees a stop request."""
+
+    _loop_cls = RolloutLoop
 
     def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -34,12 +46,16 @@ class StoppableWorker(HarnessRolloutWorker):
             raise StopRequested
         super().check_health(stale_after_s)
 
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
 
 class FactorSyncTrainer(StalenessTrainer):
-    """The trainer that sends LoRA factors and never touches the base weights."""
+    """The trainer that sends LoRA factors and never touches the base weights, unless the recipe wants TRL's stream."""
 
     def __init__(self, *args: Any, pulse: Pulse, **kwargs: Any) -> None:
         self._pulse = pulse
+        self._synced = False
         super().__init__(*args, **kwargs)
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
@@ -48,13 +64,107 @@ class FactorSyncTrainer(StalenessTrainer):
         Returns: the times at which TRL's pause, barrier and transfer end. The first two are not phases here:
         ``LoraFactorSync.metrics`` has the real ones.
         """
-        self._pulse.set("first_sync" if self.model_version == 0 else "sync")
-        self.weight_transfer.send_weights(lora_factors(self.accelerator.unwrap_model(self.model)))
-        self.model_version += 1
-        self.rollout_worker.update_model_version(self.model_version)
+        self._pulse.set("sync" if self._synced else "first_sync")
+        self._synced = True
+        if self.weight_transfer.merges_in_trainer:  # weight_sync.mode = "full"
+            marks: tuple[float, float, float] = super()._sync_weight_merged(t0)
+        else:
+            self.weight_transfer.send_weights(lora_factors(self.accelerator.unwrap_model(self.model)))
+            self.model_version += 1
+            self.rollout_worker.update_model_version(self.model_version)
+            marks = t0, t0, time.time()
         self._pulse.set("rollout", model_version=self.model_version)
-        return t0, t0, time.time()
+        return marks
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._pulse.set("training")
         return super().training_step(*args, **kwargs)
+
+
+class ResumableTrainer(FactorSyncTrainer):
+    """The trainer whose checkpoints say exactly which tasks are done, and which goes on from one.
+
+    Args:
+        start: where this attempt goes on; its cursor must also be the worker's.
+        save_state: called with (folder, cursor, model version, pending samples) to add to a checkpoint.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        run: RunDir,
+        start: Start,
+        save_state: Callable[[Path, Cursor, int, list[RolloutSample]], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._run = run
+        self._save_state = save_state
+        self._start = start
+        self._random_numbers_due = start.checkpoint
+        # The first sync serves the checkpoint's adapter again, under the next version that was never used.
+        later = start.served_version + 1 - start.saved_version
+        pending = [RolloutSample(**sample) for sample in start.pending]
+        for sample in pending:
+            sample.model_version += later
+        self.book = GroupBook(self.rollout_queue, start.cursor, pending)
+        self.rollout_queue = self.book
+        # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
+        self.callback_handler.callbacks.insert(0, _Books(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = self._start.checkpoint
+        return super().train(*args, resume_from_checkpoint=str(checkpoint.path) if checkpoint else None, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        inner = loader.base_dataloader
+        inner.collate_fn = self.book.collator(inner.collate_fn)
+        return loader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._random_numbers_due:
+            # transformers has restored them before the data loader drew its seed from them.
+            self._load_rng_state(str(self._random_numbers_due.path))
+            self._random_numbers_due = None
+        loss = super().training_step(*args, **kwargs)
+        self.book.trained_row()
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._pulse.set("saving")
+        super()._save_checkpoint(model, trial)
+        alive = getattr(self.rollout_worker, "alive", lambda: False)
+        cursor, pending = self.book.position(alive)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self._save_state(folder, cursor, self.model_version, pending)
+
+    def count_versions_from(self, version: int) -> None:
+        """The next sync serves ``version + 1``."""
+        self.model_version = self.weight_transfer.version = version
+        self.rollout_worker.update_model_version(version)
+
+
+class _Books(TrainerCallback):
+    """Calls that only a callback gets: the start of training, and the end of each optimizer step."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # TRL has just set the checkpoint's version.
+        self._trainer.count_versions_from(self._trainer._start.served_version)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        trainer = self._trainer
+        trained = trainer.book.step_ended()
+        run_dir.append_line(
+            trainer._run.trained,
+            {
+                "step": state.global_step,
+                "time_s": time.time(),
+                "samples": trained.samples,
+                "stale": trained.stale,
+                "dropped": trained.dropped,
+            },
+        )

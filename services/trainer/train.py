@@ -12,10 +12,12 @@ import logging
 import os
 from typing import Any
 
-from services.common import health, log, recipe, run_dir, signals
+from services.common import health, log, network, recipe, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError, StoppedError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
+from services.trainer import checkpoint as checkpoints
+from services.trainer import resume
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -24,21 +26,34 @@ PACKING_CHECK_TOKENS = 2048
 
 
 def main() -> int:
+    signals.die_with_parent()
     cfg = recipe.from_environment()
     run = RunDir.from_environment(cfg.run.name)
     logger = log.setup("trainer", run.path)
     run_dir.write_json(run.path / "trainer.json", {"recipe": cfg.model_dump(mode="json"), "versions": _versions()})
     with signals.stop_event() as stop, health.Pulse("trainer", run) as pulse:
-        trainer, rows = build(cfg, run, pulse, stop)
-        logger.info("training starts", extra={"tasks": rows, "max_steps": cfg.trainer.max_steps})
+        start = resume.begin(run, cfg)
+        pulse.set(step=start.step)
+        if start.step >= cfg.trainer.max_steps:
+            logger.info("nothing is left to train", extra={"step": start.step})
+            return 0
+        from services.trainer.pushes import CheckpointPushes
+
+        pushes = CheckpointPushes(cfg, run)
+        trainer, rows = build(cfg, run, pulse, stop, start, pushes)
+        logger.info(
+            "training starts", extra={"tasks": rows, "max_steps": cfg.trainer.max_steps, "after_step": start.step}
+        )
         from services.trainer import base_weights
 
         with base_weights.unchanged(trainer.model, run):
-            return _train(trainer, run, pulse, logger)
+            try:
+                return _train(trainer, run, pulse, logger)
+            finally:
+                pushes.flush(pulse)
 
 
 def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
-    from services.trainer.callbacks import mark_ready
     from services.trainer.grpo import StopRequested
 
     try:
@@ -50,7 +65,7 @@ def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
         if step and not (checkpoint / run_dir.READY).exists():
             pulse.set("saving")
             trainer._save_checkpoint(trainer.model, trial=None)
-            mark_ready(checkpoint)
+            checkpoints.complete(checkpoint)
         if isinstance(stopped, StoppedError):
             raise
     logger.info("training ended", extra={"step": trainer.state.global_step})
@@ -77,7 +92,9 @@ class Peers:
         return cls(os.environ["POLICY_URL"], os.environ["ENV_URL"])
 
 
-def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag) -> tuple[Any, int]:
+def build(
+    cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag, start: resume.Start, pushes: Any
+) -> tuple[Any, int]:
     """The trainer, ready to train, and the number of training tasks."""
     import torch
     import trl
@@ -99,7 +116,8 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
     from services.trainer.session import HarborSessionFactory
-    from services.trainer.sync import RecordedSync
+    from services.trainer.spending import Spending
+    from services.trainer.sync import weight_transfer
     from services.trainer.tool_calls import ToolCallCounts
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
@@ -107,9 +125,14 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
     peers = Peers.from_environment()
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
-    attention.install(cfg.trainer.attn_implementation)
+    if cfg.weight_sync.transport == "nccl":
+        network.route_nccl_towards(peers.policy_url)
+    implementation = attention.install(cfg.trainer.attn_implementation, cfg.model.dtype)
+    logging.getLogger("trainer").info("attention of the trained model", extra={"attn_implementation": implementation})
     if on_cpu:
         cpu.install()
+    elif cfg.trainer.gpu_memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(cfg.trainer.gpu_memory_fraction)
 
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # TRL does not recognise LFM2.5's chat template by itself (pitfall 6).
@@ -123,6 +146,9 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
 
     worker = grpo.StoppableWorker(
         stop=stop,
+        cursor=start.cursor,
+        min_group_size=cfg.rollout.min_group_size,
+        max_group_tries=cfg.rollout.max_group_tries,
         **worker_arguments(cfg, peers.policy_url, factory, dataset, tokenizer),
     )
     samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
@@ -147,15 +173,22 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         use_cpu=on_cpu,
         gradient_checkpointing=cfg.trainer.gradient_checkpointing,
         save_steps=cfg.trainer.save_steps,
-        save_total_limit=cfg.trainer.keep_checkpoints,
+        save_total_limit=None,  # services.trainer.checkpoint rotates, after READY is written
         report_to="none",  # services.trainer.tracker sends metrics.jsonl
         disable_tqdm=True,
         model_init_kwargs={"revision": _hub_revision(cfg)} if cfg.model.source == "hub" else None,
     )
-    sync = RecordedSync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
-    extra_metrics = [sync.metrics, RolloutCounts(run, cfg).metrics, ToolCallCounts(peers.policy_url).metrics]
+    sync = weight_transfer(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
+    spending = Spending(cfg.costs, run)
+    extra_metrics = [
+        sync.metrics,
+        RolloutCounts(run, cfg).metrics,
+        ToolCallCounts(peers.policy_url).metrics,
+        pushes.metrics,
+        spending.metrics,
+    ]
     guard = RatioGuard(cfg.trainer.ratio_bounds, cfg.trainer.ratio_patience)
-    trainer = grpo.FactorSyncTrainer(
+    trainer = grpo.ResumableTrainer(
         model=cfg.model_location(),
         args=args,
         train_dataset=dataset,
@@ -169,14 +202,23 @@ def build(cfg: Recipe, run: RunDir, pulse: health.Pulse, stop: signals.StopFlag)
         ),
         rollout_worker=worker,
         weight_transfer=sync,
-        callbacks=[RunRecorder(run, pulse, stop, guard, extra_metrics)],
+        # A checkpoint is complete before it is pushed, and a step is written down before it may end the run.
+        callbacks=[
+            RunRecorder(run, pulse, stop, guard, extra_metrics, cfg.trainer.keep_checkpoints),
+            pushes,
+            spending,
+        ],
         pulse=pulse,
+        run=run,
+        start=start,
+        save_state=functools.partial(resume.write_state, cfg=cfg),
     )
     packing.install(trainer.model)
     longest = min(cfg.model.max_model_len // 4, PACKING_CHECK_TOKENS)
     samples = [prompt_ids(tokenizer, longest)[:longest], prompt_ids(tokenizer, longest)[7 : 7 + longest // 3]]
     report = packing.check(trainer.model, samples, cfg.trainer.packing_max_abs_logprob_diff)
     logging.getLogger("trainer").info("packed rows are exact", extra=dataclasses.asdict(report))
+    sync.describe(trainer.model)
     sync.prove_with(
         base_weight=functools.partial(base_weight, trainer.model),
         canary=Canary(prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff),

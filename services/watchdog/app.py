@@ -21,6 +21,7 @@ from services.watchdog.plan import Decision, Observations, plan
 
 logger = logging.getLogger("watchdog")
 PEER_VARIABLES = {"policy": "POLICY_URL", "env": "ENV_URL"}
+SWEEP_TIMEOUT_S = 60.0
 EXIT_SIGTERM = 143
 """Exit code of a run that a person stopped: nothing to diagnose."""
 
@@ -52,6 +53,7 @@ class Watchdog:
         self._observer = Observer(run, peers, client, clock(), cfg.rollout.unscorable_window)
         self._alerted: set[str] = set()
         self._stopped = False
+        """A stop was asked for, and what it left has not been swept yet."""
 
     def watch(self, pulse: Pulse, stop: StopFlag) -> int:
         """Returns: the run's exit code, 3 when no trainer ever came, 4 when the run was stopped, 0 on SIGTERM."""
@@ -67,6 +69,8 @@ class Watchdog:
         now_s = self._clock()
         seen = self._observer.look(now_s)
         decision = plan(seen, self._limits, self._rollout_limits, now_s)
+        if self._stopped and seen.stop_seen_s is None:
+            self._after_stop()
         match decision.action:
             case "alert" if decision.subject not in self._alerted:
                 self._alerted.add(decision.subject)
@@ -79,24 +83,48 @@ class Watchdog:
 
     def _stop_run(self, decision: Decision, seen: Observations) -> None:
         logger.error(decision.reason, extra={"subject": decision.subject})
-        self._bundle(decision, seen)
+        # Evidence first: what is asked next changes it.
+        incident_name = self._bundle(decision, seen)
         self._stopped = True
         run_dir.write_json(
-            self._run.stop_request, {"reason": decision.reason, "at": run_dir.utc_now(), "by": "watchdog"}
+            self._run.stop_request,
+            {
+                "reason": decision.reason,
+                "at": run_dir.utc_now(),
+                "by": "watchdog",
+                "resume": decision.resume,
+                "incident": incident_name,
+            },
         )
+
+    def _after_stop(self) -> None:
+        """The supervisor has obeyed: nobody waits for the sandboxes of the ended process any more."""
+        self._stopped = False
+        self._alerted.clear()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Ask env, which alone reaches the engine, to remove sandboxes that no rollout of its own runs in."""
+        try:
+            answer = self._client.post(f"{self._peers['env']}/sweep", timeout=SWEEP_TIMEOUT_S)
+            logger.info("sandboxes swept", extra={"status": answer.status_code, "answer": answer.text[:200]})
+        except httpx.HTTPError as error:
+            logger.warning("env cannot sweep now; it will when it starts or ends", extra={"error": str(error)})
 
     def _end(self, decision: Decision, seen: Observations) -> int:
         code = decision.exit_code or 0
         if code not in (0, EXIT_SIGTERM) and not self._stopped:
             self._bundle(decision, seen)
         logger.log(logging.ERROR if code else logging.INFO, decision.reason)
+        self._sweep()
         return code
 
-    def _bundle(self, decision: Decision, seen: Observations) -> None:
-        """Evidence is wanted, but a full disk must not keep a stalled run alive."""
+    def _bundle(self, decision: Decision, seen: Observations) -> str | None:
+        """Name of the bundle. Evidence is wanted, but a full disk must not keep a stalled run alive."""
         try:
             folder = incident.write_bundle(self._run, decision, seen, self._peers, self._client)
         except OSError as error:
             logger.error("no incident bundle", extra={"error": str(error)})
-        else:
-            logger.error("incident bundle written", extra={"folder": str(folder)})
+            return None
+        logger.error("incident bundle written", extra={"folder": str(folder)})
+        return folder.name

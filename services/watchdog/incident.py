@@ -1,4 +1,7 @@
-"""The evidence of a stop, gathered before anything is killed: ``incidents/<time>/``."""
+"""The evidence of a stop, gathered before anything is killed: ``incidents/<time>/``.
+
+The trainer's supervisor adds what only it can see: the stacks of the training process and the table of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from services.watchdog.plan import Decision, Observations
 
 LOG_TAIL_BYTES = 200_000
 PROBE_TIMEOUT_S = 5.0
+PAGES = {"policy": ("health", "metrics"), "env": ("health", "state")}
+"""Peer -> what it is asked for; ``state`` is env's view of the engine: containers, networks, its own stacks."""
 
 
 def write_bundle(
@@ -34,7 +39,7 @@ def write_bundle(
         if source.is_file():
             (aside / f"{source.name}.tail").write_bytes(tail(source, LOG_TAIL_BYTES))
     for peer, url in peers.items():
-        for page in ("health", "metrics"):
+        for page in PAGES.get(peer, ("health",)):
             (aside / f"{peer}-{page}.txt").write_text(_page(client, f"{url}/{page}"))
     folder = _free_name(run.incidents / f"watchdog-{name}")
     os.rename(aside, folder)

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
@@ -20,7 +21,7 @@ PROBE_TIMEOUT_S = 5.0
 class Observer:
     """Looks at a run again and again, and remembers what only a series of looks can tell.
 
-    Files and heartbeats older than ``now_s`` at construction belong to an earlier attempt and are not seen.
+    A stop request and heartbeats older than ``now_s`` at construction belong to an earlier attempt and are not seen.
     """
 
     def __init__(
@@ -32,7 +33,10 @@ class Observer:
         self._client = client
         self._since_s = now_s
         self._progress = Progress(0, now_s)
+        self._trainer_seen = False
+        self._trainer_gone_s: float | None = None
         self._last_answer_s: dict[str, float] = {}
+        self._refused_s: dict[str, float] = {}
         self._stop_seen_s: float | None = None
         self._rollouts = Tail(run.rollouts / "index.jsonl")
         self._causes: deque[str | None] = deque(maxlen=rollout_window)
@@ -41,18 +45,31 @@ class Observer:
     def look(self, now_s: float) -> Observations:
         beats = {name: beat for name, beat in health.read_heartbeats(self._run).items() if beat.time_s >= self._since_s}
         trainer = beats.get("trainer")
-        self._progress = advance(self._progress, trainer, trainer.step if trainer else 0, now_s)
-        if self._stop_seen_s is None and self._is_ours(self._run.stop_request):
+        self._progress = advance(self._progress, trainer, trainer.step if trainer else self._progress.step, now_s)
+        self._note_trainer(trainer is not None, now_s)
+        if not self._is_ours(self._run.stop_request):
+            self._stop_seen_s = None
+        elif self._stop_seen_s is None:
             self._stop_seen_s = now_s
+        silent = self._silent_peers(now_s)
         return Observations(
             beats=beats,
             watching_since_s=self._since_s,
             progress=self._progress,
-            silent_since_s=self._silent_peers(now_s),
+            silent_since_s=silent,
+            refused_since_s=dict(self._refused_s),
+            trainer_gone_since_s=self._trainer_gone_s,
             stop_seen_s=self._stop_seen_s,
             exit_code=self._exit_code(),
             unscorable=self._unscorable(),
         )
+
+    def _note_trainer(self, there: bool, now_s: float) -> None:
+        self._trainer_seen |= there
+        if there:
+            self._trainer_gone_s = None
+        elif self._trainer_seen and self._trainer_gone_s is None:
+            self._trainer_gone_s = now_s
 
     def _unscorable(self) -> dict[str, int]:
         for line in self._rollouts.new_lines():
@@ -64,15 +81,19 @@ class Observer:
     def _silent_peers(self, now_s: float) -> dict[str, float]:
         silent = {}
         for name, url in self._peers.items():
-            if _answers(self._client, url):
+            answer = _ask(self._client, url)
+            if answer == "ok":
                 self._last_answer_s[name] = now_s
             elif name in self._last_answer_s:
                 silent[name] = self._last_answer_s[name]
+            if answer == "refused" and name in self._last_answer_s:
+                self._refused_s.setdefault(name, now_s)
+            else:
+                self._refused_s.pop(name, None)
         return silent
 
     def _exit_code(self) -> int | None:
-        if not self._is_ours(self._run.result):
-            return None
+        # Whatever its age: while it is there, nothing of the run is started again.
         value = run_dir.read_json(self._run.result)
         return None if value is None else int(value["exit_code"])
 
@@ -83,8 +104,11 @@ class Observer:
             return False
 
 
-def _answers(client: httpx.Client, url: str) -> bool:
+def _ask(client: httpx.Client, url: str) -> Literal["ok", "refused", "silent"]:
+    """What /health says. ``refused``: nobody listens there, or the name has no address any more."""
     try:
-        return client.get(f"{url}/health", timeout=PROBE_TIMEOUT_S).is_success
+        return "ok" if client.get(f"{url}/health", timeout=PROBE_TIMEOUT_S).is_success else "silent"
+    except httpx.ConnectError:
+        return "refused"
     except httpx.HTTPError:
-        return False
+        return "silent"

@@ -15,9 +15,12 @@ STARTING = ("starting", "compiling", "first_sync")
 SAVING = ("saving", "pushing")
 ENDED = ("done", "failed")
 STEADY = ("rollout", "training", "sync")
-"""Phases in which an optimizer step is due; in all others nobody may expect one."""
+"""Phases in which an optimizer step is due. In all others only their own limit and a dead process count: a save, a
+slow Hub or a cold compile needs no peer and is not disturbed."""
 SUPERVISOR_MARGIN_S = 60.0
-"""On top of the grace: the trainer's supervisor polls, dumps stacks, kills and writes result.json."""
+"""On top of the grace: the trainer's supervisor polls, dumps stacks, kills, and takes the request away."""
+GONE_S = 5.0
+"""A policy that refuses connections for this long is no hiccup: its process is dead, and the weights with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,13 @@ class Progress:
 def advance(progress: Progress, trainer: Heartbeat | None, step: int, now_s: float) -> Progress:
     """Progress after one more look.
 
-    A new optimizer step is progress. So is every moment outside the steady phases: a long save must not count
-    against the step after it.
+    A new optimizer step is progress, also a lower one: the run was resumed. So is every moment outside the steady
+    phases: a long save must not count against the step after it.
 
-    Args: step: the highest optimizer step seen anywhere.
+    Args: step: the trainer's last optimizer step; what it was before, while there is no trainer.
     """
-    if step > progress.step or trainer is None or trainer.phase not in STEADY:
-        return Progress(max(step, progress.step), now_s)
+    if step != progress.step or trainer is None or trainer.phase not in STEADY:
+        return Progress(step, now_s)
     return progress
 
 
@@ -50,8 +53,12 @@ class Observations:
     progress: Progress
     silent_since_s: Mapping[str, float]
     """Peer that once answered /health -> since when it has not; absent while it answers."""
+    refused_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Peer -> since when it has refused connections, or has no address: nobody listens there any more."""
+    trainer_gone_since_s: float | None = None
+    """Since when there is no training process; None while there is one, and before the first."""
     stop_seen_s: float | None = None
-    """When stop.json was first seen, whoever wrote it."""
+    """When stop.json was first seen, whoever wrote it; None again when the supervisor has obeyed and resumes."""
     exit_code: int | None = None
     """Of result.json; None while the run goes on."""
     unscorable: Mapping[str, int] = field(default_factory=dict)
@@ -70,10 +77,13 @@ class Decision:
     """The service that it is about."""
     exit_code: int | None = None
     """Of the watchdog, with ``end``."""
+    resume: bool = False
+    """With ``stop``: start again from the newest checkpoint, as often as the recipe allows. A stall may be chance; a
+    bound of the recipe that was crossed is none."""
 
 
 def plan(seen: Observations, limits: Limits, rollouts: RolloutLimits, now_s: float) -> Decision:
-    """Decide. At most one ``stop`` comes of a run: once stop.json is seen, only ``wait`` and ``end`` follow."""
+    """Decide. While a stop request is there, only ``wait`` and ``end`` follow: never two actions at once."""
     if seen.exit_code is not None:
         return Decision("end", f"The run ended with exit code {seen.exit_code}.", exit_code=seen.exit_code)
     if seen.stop_seen_s is not None:
@@ -83,6 +93,7 @@ def plan(seen: Observations, limits: Limits, rollouts: RolloutLimits, now_s: flo
         return _without_trainer(seen, limits, now_s)
     return (
         _dead(trainer, limits, now_s)
+        or _lost_policy(seen, trainer, limits, now_s)
         or _silent_peer(seen, trainer, limits, now_s)
         or _unscorable(seen, trainer, rollouts)
         or _overdue(seen, trainer, limits, now_s)
@@ -99,14 +110,15 @@ def _after_stop(seen_s: float, limits: Limits, now_s: float) -> Decision:
 
 
 def _without_trainer(seen: Observations, limits: Limits, now_s: float) -> Decision:
-    waited_s = now_s - seen.watching_since_s
+    since_s = seen.watching_since_s if seen.trainer_gone_since_s is None else seen.trainer_gone_since_s
+    waited_s = now_s - since_s
     if waited_s > limits.start_limit_s:
         reason = (
             f"No heartbeat of the trainer came within {waited_s:.0f} s; watchdog.start_limit_s is "
             f"{limits.start_limit_s:.0f}."
         )
         return Decision("end", reason, "trainer", NotReadyError.exit_code)
-    return Decision("wait", "The trainer has not started yet.")
+    return Decision("wait", "There is no training process yet, or not yet again.")
 
 
 def _dead(trainer: Heartbeat, limits: Limits, now_s: float) -> Decision | None:
@@ -117,12 +129,32 @@ def _dead(trainer: Heartbeat, limits: Limits, now_s: float) -> Decision | None:
         f"The trainer has renewed no heartbeat for {age_s:.0f} s (phase {trainer.phase}, step {trainer.step}): it is "
         f"dead or frozen; watchdog.heartbeat_s is {limits.heartbeat_s:.0f}."
     )
-    return Decision("stop", reason, "trainer")
+    return Decision("stop", reason, "trainer", resume=True)
+
+
+def _lost_policy(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: float) -> Decision | None:
+    """A policy that is gone: one that comes back serves the bare base, and every rollout until the next sync is of
+    another policy than its label says. And one that freezes while weights are sent to it."""
+    if trainer.phase not in STEADY:
+        return None
+    where = f"(the trainer is in phase {trainer.phase} at step {trainer.step})"
+    refused_s = now_s - seen.refused_since_s.get("policy", now_s)
+    if refused_s > GONE_S:
+        reason = f"policy is gone: nobody has listened there for {refused_s:.0f} s {where}; its adapter is lost."
+        return Decision("stop", reason, "policy", resume=True)
+    silent_s = now_s - seen.silent_since_s.get("policy", now_s)
+    if trainer.phase == "sync" and silent_s > limits.sync_silent_s:
+        reason = (
+            f"policy has not answered for {silent_s:.0f} s {where}: it is frozen; watchdog.sync_silent_s is "
+            f"{limits.sync_silent_s:.0f}."
+        )
+        return Decision("stop", reason, "policy", resume=True)
+    return None
 
 
 def _silent_peer(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: float) -> Decision | None:
     """A peer that the trainer needs and that no longer answers, or whose own heartbeat stands still."""
-    if trainer.phase in ENDED:
+    if trainer.phase not in STEADY:
         return None
     silent = dict(seen.silent_since_s)
     env = seen.beats.get("env")
@@ -135,7 +167,7 @@ def _silent_peer(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: 
                 f"{name} has not answered for {silent_s:.0f} s (the trainer is in phase {trainer.phase} at step "
                 f"{trainer.step}); watchdog.heartbeat_s is {limits.heartbeat_s:.0f}."
             )
-            return Decision("stop", reason, name)
+            return Decision("stop", reason, name, resume=True)
     return None
 
 
@@ -143,7 +175,7 @@ def _unscorable(seen: Observations, trainer: Heartbeat, limits: RolloutLimits) -
     """Too many of the last rollouts say nothing about the agent's answer. A window that is not full yet counts its
     missing rollouts as good, so that a young run is not stopped by its first failures."""
     found = sum(seen.unscorable.values())
-    if trainer.phase in ENDED or found <= limits.max_unscorable_share * limits.unscorable_window:
+    if trainer.phase not in STEADY or found <= limits.max_unscorable_share * limits.unscorable_window:
         return None
     causes = ", ".join(f"{cause} {n}" for cause, n in sorted(seen.unscorable.items(), key=lambda item: -item[1]))
     reason = (
@@ -172,12 +204,12 @@ def _overdue(seen: Observations, trainer: Heartbeat, limits: Limits, now_s: floa
             f"No optimizer step for {idle_s:.0f} s after step {seen.progress.step}; the trainer has been in phase "
             f"{phase} for {now_s - trainer.phase_since_s:.0f} s; watchdog.stall_s is {limits.stall_s:.0f}."
         )
-        return Decision("stop", reason, "trainer")
+        return Decision("stop", reason, "trainer", resume=True)
     spent_s = now_s - trainer.phase_since_s
     if spent_s <= limit_s:
         return None
     reason = f"The trainer has been in phase {phase} for {spent_s:.0f} s; watchdog.{key} is {limit_s:.0f}."
-    return Decision("stop", reason, "trainer")
+    return Decision("stop", reason, "trainer", resume=True)
 
 
 def _evaluator(beat: Heartbeat | None, limits: Limits, now_s: float) -> Decision | None:

@@ -85,8 +85,11 @@ def test_a_stop_request_ends_the_command_and_is_exit_code_130(calls: Path) -> No
         stack("up", "--detach", "slow")
 
 
-def test_taking_down_is_done_whatever_was_asked(calls: Path) -> None:
+def test_taking_down_is_done_whatever_was_asked_and_sandboxes_go_before_their_network(calls: Path) -> None:
     stop = StopFlag()
     stop.set()
     Stack("cpu", {}, stop).down()
-    assert calls.read_text() == "compose --profile * down --remove-orphans\n"
+    stopped, swept, removed = calls.read_text().splitlines()
+    assert stopped == "compose --profile * stop"
+    assert swept.startswith("container ls --all --filter label=opencode-rl.run ")
+    assert removed == "compose --profile * down --remove-orphans"

@@ -85,9 +85,64 @@ def test_a_process_that_renews_no_heartbeat_is_dead_or_frozen_in_any_phase() -> 
 @pytest.mark.parametrize("peer", ["policy", "env"])
 def test_a_peer_that_stopped_answering_is_named(peer: str) -> None:
     assert plan(seen(beat(), silent_since_s={peer: T0 - 180}), LIMITS, T0).action == "wait"
-    decision = plan(seen(beat(phase="sync"), silent_since_s={peer: T0 - 181}), LIMITS, T0)
-    assert (decision.action, decision.subject) == ("stop", peer)
-    assert decision.reason.startswith(f"{peer} has not answered for 181 s") and "phase sync" in decision.reason
+    decision = plan(seen(beat(phase="training"), silent_since_s={peer: T0 - 181}), LIMITS, T0)
+    assert (decision.action, decision.subject, decision.resume) == ("stop", peer, True)
+    assert decision.reason.startswith(f"{peer} has not answered for 181 s") and "phase training" in decision.reason
+
+
+def test_a_policy_that_refuses_connections_is_gone_with_its_weights() -> None:
+    for phase in STEADY:
+        assert plan(seen(beat(phase=phase), refused_since_s={"policy": T0 - 5}), LIMITS, T0).action == "wait"
+        decision = plan(seen(beat(phase=phase), refused_since_s={"policy": T0 - 6}), LIMITS, T0)
+        assert (decision.action, decision.subject, decision.resume) == ("stop", "policy", True)
+    env = seen(beat(), refused_since_s={"env": T0 - 100}, silent_since_s={"env": T0 - 100})
+    assert plan(env, LIMITS, T0).action == "wait"  # sessions wait for an env that restarts
+
+
+def test_a_policy_that_is_silent_in_a_sync_is_frozen() -> None:
+    within = seen(beat(phase="sync"), silent_since_s={"policy": T0 - LIMITS.sync_silent_s})
+    assert plan(within, LIMITS, T0).action == "wait"
+    beyond = plan(replace(within, silent_since_s={"policy": T0 - LIMITS.sync_silent_s - 1}), LIMITS, T0)
+    assert (beyond.action, beyond.subject, beyond.resume) == ("stop", "policy", True)
+    busy = seen(beat(phase="rollout"), silent_since_s={"policy": T0 - LIMITS.sync_silent_s - 1})
+    assert plan(busy, LIMITS, T0).action == "wait"
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in STEADY])
+def test_outside_the_steady_phases_no_peer_and_no_rollout_stops_a_run(phase: str) -> None:
+    worst = seen(
+        beat(phase=phase),
+        silent_since_s={"policy": T0 - 9999, "env": T0 - 9999},
+        refused_since_s={"policy": T0 - 9999},
+        unscorable={"policy": 16},
+    )
+    assert plan(worst, LIMITS, T0).action == "wait"
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in (*ENDED, "watching", "serving")])
+def test_half_an_hour_of_each_phase_minute_by_minute(phase: str) -> None:
+    """A fake clock: what a look every ten seconds at a trainer that stays in one phase decides, and when."""
+    limits = Limits(start_limit_s=1800, save_limit_s=1800, eval_limit_s=1800, stall_s=1800)
+    progress, stopped_at = Progress(7, T0), None
+    for second in range(0, 1900, 10):
+        now_s = T0 + second
+        trainer = Heartbeat("trainer", phase, 7, now_s, T0, 1, {})
+        progress = advance(progress, trainer, 7, now_s)
+        look = Observations({"trainer": trainer}, T0 - 60, progress, {})
+        if plan(look, limits, now_s).action == "stop":
+            stopped_at = second
+            break
+    assert stopped_at == 1810
+
+
+def test_too_many_unscorable_rollouts_are_no_chance_and_are_not_resumed() -> None:
+    assert plan(seen(beat(), unscorable={"capture": 5}), LIMITS, T0).resume is False
+
+
+def test_a_run_that_starts_again_is_waited_for_from_the_end_of_its_last_process() -> None:
+    gone = seen(watching_since_s=T0 - 99999, trainer_gone_since_s=T0 - LIMITS.start_limit_s)
+    assert plan(gone, LIMITS, T0).action == "wait"
+    assert plan(replace(gone, trainer_gone_since_s=T0 - LIMITS.start_limit_s - 1), LIMITS, T0).exit_code == 3
 
 
 def test_of_two_silent_peers_the_one_that_fell_silent_first_is_named() -> None:
@@ -157,8 +212,8 @@ def test_in_the_steady_phases_only_a_new_step_is_progress(phase: str) -> None:
     assert advance(before, beat(phase=phase), 8, T0) == Progress(8, T0)
 
 
-def test_progress_never_goes_back_to_an_earlier_step() -> None:
-    assert advance(Progress(7, T0), None, 0, T0 + 1) == Progress(7, T0 + 1)
+def test_an_earlier_step_is_progress_of_a_resumed_run() -> None:
+    assert advance(Progress(7, T0), beat(), 4, T0 + 1) == Progress(4, T0 + 1)
 
 
 observations = st.builds(

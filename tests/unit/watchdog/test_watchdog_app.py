@@ -32,6 +32,7 @@ class FakePeer:
 
     def __init__(self) -> None:
         self.status = 200
+        self.posted: list[str] = []
         peer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +42,10 @@ class FakePeer:
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                peer.posted.append(self.path)
+                self.do_GET()
 
             def log_message(self, *_arguments: Any) -> None:
                 pass
@@ -164,9 +169,9 @@ def test_a_dead_trainer_is_stopped_and_the_watch_ends_although_nobody_obeys(scen
 
 
 def test_a_policy_that_answers_errors_is_named_within_the_heartbeat_limit(scene: Scene) -> None:
-    scene.pass_time(60, phase="sync", step=1)
+    scene.pass_time(60, phase="training", step=1)
     scene.policy.status = 503
-    scene.pass_time(scene.cfg.watchdog.heartbeat_s + scene.cfg.watchdog.poll_s, phase="sync", step=1)
+    scene.pass_time(scene.cfg.watchdog.heartbeat_s + scene.cfg.watchdog.poll_s, phase="training", step=1)
     assert scene.stop is not None and scene.stop["reason"].startswith("policy has not answered")
 
 
@@ -189,14 +194,70 @@ def test_a_peer_that_comes_back_in_time_is_forgiven(scene: Scene) -> None:
 def test_what_an_earlier_attempt_left_behind_is_not_seen(scene: Scene) -> None:
     scene.beat(phase="failed", step=9)
     scene.write_now(scene.run.stop_request, {"reason": "old"})
-    scene.end(4)
     scene.now_s += 60
     scene.watchdog = scene.start()
     assert scene.watchdog.turn() is None
     assert set(scene.pass_time(60, phase="starting", step=0)) == {None}
-    scene.run.result.unlink()
     scene.end(0)
     assert scene.watchdog.turn() == 0
+
+
+def test_a_run_that_has_ended_is_not_watched_again(scene: Scene) -> None:
+    scene.end(4)
+    scene.now_s += 3600
+    scene.watchdog = scene.start()
+    assert scene.watchdog.turn() == 4
+
+
+def test_after_a_resume_the_watch_goes_on_and_may_stop_the_run_again(scene: Scene) -> None:
+    scene.pass_time(60, phase="rollout", step=3)
+    scene.pass_time(650, phase="rollout", step=3)
+    assert scene.stop is not None and scene.stop["resume"] is True
+    # The supervisor obeys: request and heartbeat go, and after a while a new process starts from an earlier step.
+    scene.run.stop_request.unlink()
+    (scene.run.heartbeats / "trainer").unlink()
+    assert set(scene.pass_time(300)) == {None}
+    assert scene.env.posted == ["/sweep"]
+    scene.pass_time(300, phase="starting", step=2)
+    scene.pass_time(550, phase="rollout", step=2)
+    scene.pass_time(550, phase="rollout", step=3)
+    assert scene.stop is None and len(scene.bundles) == 1
+    scene.pass_time(100, phase="rollout", step=3)
+    assert scene.stop is not None and len(scene.bundles) == 2
+
+
+def test_a_supervisor_that_never_starts_training_again_ends_the_watch(scene: Scene) -> None:
+    scene.pass_time(60, phase="rollout", step=3)
+    (scene.run.heartbeats / "trainer").unlink()
+    limits = scene.cfg.watchdog
+    assert set(scene.pass_time(limits.start_limit_s)) == {None}
+    assert scene.pass_time(2 * limits.poll_s)[-1] == 3
+
+
+def test_a_policy_that_froze_in_the_middle_of_a_sync_is_named_within_a_minute(scene: Scene) -> None:
+    scene.pass_time(60, phase="sync", step=1)
+    scene.policy.status = 503
+    frozen_s = scene.now_s
+    while scene.stop is None:
+        scene.pass_time(scene.cfg.watchdog.poll_s, phase="sync", step=1)
+    assert scene.now_s - frozen_s <= 60
+    assert scene.stop["reason"].startswith("policy has not answered") and "frozen" in scene.stop["reason"]
+
+
+def test_a_policy_that_is_gone_is_named_although_it_comes_back_at_once(scene: Scene) -> None:
+    scene.pass_time(60, phase="rollout", step=1)
+    scene.policy.close()
+    scene.pass_time(2 * scene.cfg.watchdog.poll_s, phase="rollout", step=1)
+    assert scene.stop is not None and scene.stop["reason"].startswith("policy is gone")
+    assert scene.stop["resume"] is True
+
+
+@pytest.mark.parametrize("phase", ["starting", "compiling", "first_sync", "saving", "pushing", "evaluating"])
+def test_a_silent_policy_disturbs_no_save_no_push_and_no_start(scene: Scene, phase: str) -> None:
+    scene.pass_time(20, phase=phase, step=1)
+    scene.policy.status = 503
+    scene.pass_time(scene.cfg.watchdog.save_limit_s - 30, phase=phase, step=1)
+    assert scene.stop is None
 
 
 def rollout(scene: Scene, cause: str | None) -> None:

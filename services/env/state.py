@@ -1,0 +1,86 @@
+"""What env alone can see and do for others: the engine's view of the run, and a sweep of what nobody uses.
+
+Two routes beside the control plane, for the watchdog: ``GET /state`` for its incident bundles, ``POST /sweep`` after it
+stopped a run. Nothing here takes an argument, and sandboxes do not reach this port.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common import run_dir
+from services.common.run_dir import RunDir
+from services.env.docker import DockerError, docker
+from services.env.ledger import Ledger
+from services.env.sweep import LABEL, PROJECT_LABEL, sweep
+
+STACK_PROJECT = "opencode-rl"
+
+
+class OperatorRoutes:
+    """An ASGI application with the two routes in front of it.
+
+    Args: live: Compose projects of the sandboxes that rollouts of this process are using now.
+    """
+
+    def __init__(self, app: ASGIApp, run: RunDir, live: Callable[[], set[str]]) -> None:
+        self._app = app
+        self._run = run
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = (scope.get("method"), scope.get("path"))
+        if call == ("GET", "/state"):
+            answer = JSONResponse(await run_in_threadpool(state, self._run, self._live()))
+        elif call == ("POST", "/sweep"):
+            answer = await run_in_threadpool(self._sweep)
+        else:
+            await self._app(scope, receive, send)
+            return
+        await answer(scope, receive, send)
+
+    def _sweep(self) -> JSONResponse:
+        try:
+            return JSONResponse({"removed": sweep(self._run, self._live())})
+        except DockerError as error:
+            return JSONResponse({"error": str(error)}, status_code=503)
+
+
+def state(run: RunDir, live: set[str]) -> dict[str, Any]:
+    """Containers and networks of the stack and the run's sandboxes, the ledger's open entries, and our own stacks."""
+    found: dict[str, Any] = {"at": run_dir.utc_now(), "sandboxes_in_use": sorted(live)}
+    for what, kind, label in (
+        ("stack", "container", f"{PROJECT_LABEL}={STACK_PROJECT}"),
+        ("sandboxes", "container", f"{LABEL}={run.path.name}"),
+        ("networks", "network", f"{PROJECT_LABEL}={STACK_PROJECT}"),
+    ):
+        try:
+            found[what] = _listed(kind, label)
+        except DockerError as error:
+            found[what] = str(error)
+    found["ledger_open"] = Ledger(run.ledger).open_projects()
+    found["env_stacks"] = stacks()
+    return found
+
+
+def _listed(kind: str, label: str) -> list[dict[str, Any]]:
+    extra = ["--all", "--size"] if kind == "container" else []
+    out = docker(kind, "ls", *extra, "--no-trunc", "--filter", f"label={label}", "--format", "{{json .}}")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def stacks() -> dict[str, list[str]]:
+    """Thread name -> its stack, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in sys._current_frames().items()
+    }
