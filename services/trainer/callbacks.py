@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,7 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from services.common import run_dir
 from services.common.health import Pulse
 from services.common.signals import StopFlag
+from services.trainer import checkpoint
 from services.trainer.ratio import RATIO_AT_0, RatioGuard
+from services.trainer.throughput import step_shares
 
 logger = logging.getLogger("trainer")
 
@@ -28,12 +29,14 @@ class RunRecorder(TrainerCallback):
         stop: StopFlag,
         guard: RatioGuard,
         extra_metrics: Sequence[Callable[[], dict[str, float]]],
+        keep_checkpoints: int,
     ) -> None:
         self._run = run
         self._pulse = pulse
         self._stop = stop
         self._guard = guard
         self._extra_metrics = extra_metrics
+        self._keep_checkpoints = keep_checkpoints
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -59,6 +62,7 @@ class RunRecorder(TrainerCallback):
         if logs is None or "train_runtime" in logs:
             return
         numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
+        numbers |= step_shares(numbers)
         for extra in self._extra_metrics:
             numbers |= extra()
         run_dir.append_line(self._run.metrics, {"step": state.global_step, "time_s": time.time(), **numbers})
@@ -66,16 +70,6 @@ class RunRecorder(TrainerCallback):
             logger.error("importance ratio out of bounds", extra={"step": state.global_step, "ratio": logs[RATIO_AT_0]})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any) -> None:
-        mark_ready(self._run.checkpoints / f"checkpoint-{state.global_step}")
+        checkpoint.complete(self._run.checkpoints / f"checkpoint-{state.global_step}")
+        checkpoint.rotate(self._run, self._keep_checkpoints)
         self._pulse.set("rollout")
-
-
-def mark_ready(checkpoint: Path) -> None:
-    """Write READY, last: a folder without it is never resumed, evaluated or pushed.
-
-    Raises: FileNotFoundError: the adapter or the rollout position is missing; the checkpoint is not complete.
-    """
-    for needed in ("adapter_model.safetensors", "adapter_config.json", "rollout_state.json"):
-        if not (checkpoint / needed).is_file():
-            raise FileNotFoundError(f"{checkpoint} has no {needed}; it is not marked as complete")
-    run_dir.write_text(checkpoint / run_dir.READY, run_dir.utc_now() + "\n")
