@@ -180,7 +180,7 @@ def gpus(setup: Setup, listing: str | None = None, peers: str | None = None, cud
         mend = f"{MIN_GPU_GB} GB are wanted for 2.6B: lower policy.max_num_seqs or rollout.max_inflight"
         return warn("gpus", f"{found}; GPU {', '.join(small)} is small", mend)
     if len(rows) < 2:
-        mend = "use the one-GPU override (docs/operating.md); the policy needs GPU 1 otherwise"
+        mend = "COMPOSE_FILE=compose.yaml:compose.one-gpu.yaml with the one-GPU recipe; else the policy needs GPU 1"
         return warn("gpus", f"{found}; one GPU", mend)
     if peers is not None and not re.search(r"\bOK\b", peers):
         mend = "NCCL goes through host memory then: weight sync is slower, nothing else"

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,6 +68,8 @@ STEP: tuple[Metric, ...] = (
     Metric("rollout/correctness_mean", "Share of the step's rollouts that the verifier found correct."),
     counter("groups/done", "Groups whose rollouts have all ended."),
     counter("groups/zero_variance", "Of them, groups whose scored rewards are all equal: no gradient."),
+    Metric("groups/retried_total", "Groups made again in the step, with fewer than rollout.min_group_size scored."),
+    Metric("groups/dropped_total", "Groups given up in the step after rollout.max_group_tries."),
     Metric("ratio", "Mean importance ratio of trained tokens: trained over sampled probability."),
     Metric(
         "ratio/staleness_<staleness>",
@@ -157,7 +159,6 @@ STEP: tuple[Metric, ...] = (
     Metric("perf/weight_sync_pause_s", "TRL's phase of that name; with LoRA factors 0, see weight_sync/pause_s."),
     Metric("perf/weight_sync_barrier_s", "TRL's phase of that name; with LoRA factors 0."),
     Metric("perf/weight_sync_transfer_s", "TRL's phase of that name; with LoRA factors the whole sync."),
-    Metric("perf/trainer_idle_share", "Share of the step in which the trainer's device waits for rollouts."),
     Metric("perf/forwarded_tok_s_fwd_bwd", "Tokens a second through forward and backward."),
     Metric("perf/forwarded_tok_s_wall_clock", "Tokens a second through the model, waiting included."),
     Metric("perf/trained_tok_s_wall_clock", "Supervised tokens a second, waiting included."),
@@ -166,12 +167,34 @@ STEP: tuple[Metric, ...] = (
     Metric("weight_sync/bytes", "Bytes of the adapter's factors that were sent."),
     Metric("weight_sync/pack_s", "Seconds to pack the factors."),
     Metric("weight_sync/transfer_s", "Seconds to send them; generation goes on."),
+    Metric("weight_sync/wire_s", "Of them, until the policy had received them."),
     Metric("weight_sync/pause_s", "Seconds of the pause call."),
+    Metric("weight_sync/drain_s", "Seconds until the requests in flight stood still."),
+    Metric("weight_sync/reset_s", "Seconds to reset the policy's caches."),
     Metric("weight_sync/merge_s", "Seconds to merge, while the policy is paused."),
     Metric("weight_sync/resume_s", "Seconds of the resume call."),
     Metric("weight_sync/paused_s", "Seconds in which the policy generated nothing."),
     Metric("weight_sync/verify_s", "Seconds to prove what is served, after the resume."),
-    Metric("weight_sync/canary_diff", "Largest difference of the canary prompt's log-probabilities, in nats."),
+    Metric("weight_sync/canary_max_abs_logprob_diff", "Of the canary prompt, between trainer and policy, in nats."),
+    Metric("idle/trainer", "Share of the step in which the trainer's device computes nothing."),
+    Metric("idle/policy", "Share of the step in which the policy has no request to run."),
+    Metric("time/<part>", "Share of the step: rollout_wait, train, sync, other; together 1.", alias="time_share"),
+    Metric("policy/running", "Requests that the policy runs at a time, mean over the step."),
+    Metric("policy/waiting", "Requests that wait for it."),
+    Metric("policy/prompt_tok_s", "Prompt tokens a second that the policy reads."),
+    Metric("policy/generated_tok_s", "Tokens a second that the policy samples."),
+    Metric("policy/preemptions", "Requests that vLLM put back in the step for want of KV cache."),
+    Metric("policy/prefix_cache_hit_share", "Share of prompt tokens found in the prefix cache."),
+    Metric("cpu/policy_cores", "Processor cores that vLLM's server uses."),
+    Metric("cpu/trainer_cores", "Processor cores that the trainer and its rollout worker use."),
+    Metric("push/backlog", "Complete checkpoints that are not on the Hub yet."),
+    Metric("push/last_step", "Step of the newest checkpoint on the Hub."),
+    Metric("push/last_success_age_s", "Seconds since a push succeeded."),
+    counter("push/failures", "Pushes that failed and will be tried again."),
+    Metric("costs/usd", "Dollars so far, machine and sandboxes."),
+    Metric("costs/usd_per_step", "Dollars an optimizer step."),
+    Metric("costs/gpu_hours", "GPU hours so far."),
+    Metric("costs/sandbox_minutes", "Minutes of all sandboxes so far."),
 )
 """Keys of metrics.jsonl, which the trainer's endpoint serves as they were at the last step."""
 
@@ -215,12 +238,6 @@ def describe(key: str) -> tuple[Metric, Labels]:
         if found := metric.pattern.fullmatch(key):
             return metric, found.groups()
     return Metric(key, "Not described in services/common/metrics.py."), ()
-
-
-def derived(line: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers that follow from others of the same step."""
-    wait_s, step_s = line.get("perf/rollout_wait_s"), line.get("perf/step_s")
-    return {"perf/trainer_idle_share": min(1.0, wait_s / step_s)} if wait_s is not None and step_s else {}
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------

@@ -46,28 +46,39 @@ class Model(Section):
     source: Literal["hub", "local"] = "hub"
     """``local``: the folder data/models/<id>, shipped with the project."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the trained and the served weights."""
     max_model_len: Positive
     """Context of the policy server, prompt plus completion, in tokens."""
 
 
 class Lora(Section):
     r: Positive = 32
+    """Rank of the adapter."""
     alpha: Positive = 64
+    """The merge adds `alpha / r` times B A."""
     dropout: Literal[0] = 0
     """Anything else would make the trained forward differ from the sampled one."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
+    """Matrices with an adapter; the short convolutions have none."""
 
 
 class Sampling(Section):
     """Full-vocabulary sampling only: truncation or a penalty breaks the agreement of log-probabilities."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Only 1."""
     top_p: float = 1.0
+    """Only 1."""
     top_k: int = 0
+    """Only 0, which is no limit."""
     min_p: float = 0.0
+    """Only 0."""
     repetition_penalty: float = 1.0
+    """Only 1."""
     presence_penalty: float = 0.0
+    """Only 0."""
     frequency_penalty: float = 0.0
+    """Only 0."""
     max_completion_tokens: Positive
     """Output cap of one model call, the same in training and evaluation."""
 
@@ -109,13 +120,17 @@ class Rollout(Section):
     max_group_tries: Positive = 3
     """How often a group with fewer is made before it is dropped, and counted."""
     agent_timeout_s: Seconds = 900.0
+    """The agent's own time; what it leaves when it is up is graded."""
     setup_timeout_s: Seconds = 360.0
+    """Sandbox and agent, until the agent starts; also the wait for a busy env server."""
     verifier_timeout_s: Seconds = 180.0
+    """Grading one answer."""
     outer_timeout_s: Seconds = 1800.0
     """The whole call, environment start to teardown; must exceed the three above together."""
     max_unscorable_share: Share = 0.5
     """Above this share of unscorable rollouts in ``unscorable_window`` the run stops."""
     unscorable_window: Positive = 64
+    """Rollouts over which that share is taken, the last ones."""
 
     @model_validator(mode="after")
     def _outer_exceeds_inner(self) -> Rollout:
@@ -144,13 +159,17 @@ class Reward(Section):
 
 class Env(Section):
     backend: Literal["docker", "hf-sandbox", "daytona", "e2b", "modal"] = "docker"
+    """Where sandboxes run: this machine's Docker engine, Hugging Face Jobs, or another backend of Harbor's."""
     sandbox_image: str = "local/opencode-rl-sandbox:cpu"
     """Task base image with the agent baked in."""
     opencode_version: str = "1.18.33"
     """Checked against the binary in the sandbox image, once per image."""
     sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0
+    """Processor cores of one sandbox."""
     sandbox_memory_mb: Positive = 4096
+    """Memory of one sandbox, swap included."""
     sandbox_pids: Positive = 512
+    """Processes and threads in one sandbox."""
     max_message_size_mb: Positive = 512
     """Of one rollout result: it grows with the square of the turns."""
     docker_starts_per_minute: Positive = 120
@@ -168,13 +187,19 @@ class Policy(Section):
     served_model_name: str = "policy"
     """Fixed for the whole run; merged weights are served under it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.90
+    """Share of the GPU's memory that vLLM takes."""
     max_num_seqs: Positive = 64
+    """Requests that vLLM runs at a time."""
     cpu_kvcache_gb: Positive = 1
+    """KV cache of the CPU build; ignored on a GPU."""
     omp_threads: Positive = 2
     """Threads of the CPU build; ignored on a GPU."""
     enforce_eager: bool = False
+    """No CUDA graphs and no compilation: starts sooner, samples slower."""
     enable_prefix_caching: bool = True
+    """Reuse what turns of a rollout have in common."""
     max_num_batched_tokens: Positive | None = None
+    """Tokens a scheduler step of vLLM; not set: vLLM's own choice."""
 
 
 class WeightSync(Section):
@@ -184,10 +209,13 @@ class WeightSync(Section):
     """``gloo``: through the processor's memory, for a machine without a GPU and for one GPU that trainer and policy
     share, which NCCL refuses."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29511
+    """Of the group that trainer and policy form."""
     init_timeout_s: Seconds = 120.0
+    """Until both are connected."""
     pause_timeout_s: Seconds = 20.0
     """For the running step to end. With ``transfer_timeout_s``, a dead peer is named within 30 s."""
     transfer_timeout_s: Seconds = 20.0
+    """For sending, and for merging."""
     canary_every: Positive = 10
     """Every N syncs a fixed prompt is scored on both sides. Checksums of the merged weights are compared each time."""
     canary_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
@@ -197,19 +225,24 @@ class WeightSync(Section):
 
 class Trainer(Section):
     max_steps: Positive = 1000
+    """Optimizer steps of the run."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Constant over the run."""
     groups_per_step: Positive = 1
     """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
     samples_per_row: Positive = 1
     """Samples packed into one forward row; peak memory grows with samples_per_row * max_model_len."""
     save_steps: Positive = 100
+    """A checkpoint every so many steps, and one at the end."""
     keep_checkpoints: Positive = 4
     """Newest kept beside the best one."""
     gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, more time."""
     attn_implementation: Literal["kernels-community/flash-attn3", "varlen", "sdpa"] = "kernels-community/flash-attn3"
     """All three keep packed samples apart. ``varlen`` is the FlashAttention that torch carries, for an image without
     the Hub's kernel; ``sdpa`` runs anywhere. What is asked for and not there is refused at start."""
     omp_threads: Positive = 2
+    """Threads of torch on a CPU."""
     ratio_bounds: tuple[float, float] = (0.98, 1.02)
     """Allowed mean importance ratio at staleness 0; outside it is an alarm."""
     ratio_patience: Positive = 5
@@ -235,17 +268,22 @@ class Evaluator(Section):
     watch_tasks: Positive = 100
     """Fixed subset for each checkpoint, the first N of the held-out suite."""
     final_tasks: Positive = 250
+    """Held-out tasks of the final evaluation, the first N of the suite."""
     attempts: Positive = 1
+    """Rollouts of each task and arm."""
     max_inflight: Positive = 8
+    """Evaluation rollouts at a time, beside the training's."""
     infrastructure_retries: Annotated[int, Field(ge=0)] = 2
     """A cell that failed for another reason than the agent's answer is run again, never scored 0."""
     collapse_drop: Share = 0.1
     """Fall of pass@1 below its best that, with p < 0.05, raises the collapse alarm."""
     collapse_stops: bool = False
+    """Whether that alarm stops the run, or only warns."""
 
 
 class Watchdog(Section):
     poll_s: Seconds = 10.0
+    """Between two looks."""
     stall_s: Seconds = 1800.0
     """Without an optimizer step for this long, in the rollout and training phases, the run is stopped."""
     start_limit_s: Seconds = 3600.0
@@ -253,6 +291,7 @@ class Watchdog(Section):
     save_limit_s: Seconds = 1800.0
     """For saving and pushing."""
     eval_limit_s: Seconds = 7200.0
+    """For an evaluation inside the trainer."""
     heartbeat_s: Seconds = 180.0
     """A process that has not renewed its heartbeat for this long is dead or frozen."""
     grace_s: Seconds = 60.0
@@ -264,6 +303,7 @@ class Watchdog(Section):
     resume_backoff_s: Seconds = 10.0
     """Before the first resume; doubled for each further one, up to ``max_backoff_s``."""
     max_backoff_s: Seconds = 300.0
+    """Longest wait before a resume."""
 
 
 class Costs(Section):
@@ -293,10 +333,13 @@ JobTimeout = Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")]
 
 class HfJob(Section):
     flavor: str = "h200x2"
+    """Machine of the training Job."""
     timeout: JobTimeout = "72h"
     """Always sent: the Hub's own default ends a Job after 30 minutes."""
     eval_flavor: str = "h200"
+    """Machine of the evaluation Job."""
     eval_timeout: JobTimeout = "48h"
+    """After which the evaluation Job is ended."""
 
 
 class Recipe(Section):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from services.common import metrics, run_dir
+from services.common import run_dir
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.common.tail import Tail
@@ -74,7 +74,7 @@ class Sender:
         for line in self._tail.new_lines():
             if line["step"] > self._step:
                 numbers = {key: value for key, value in line.items() if key not in NOT_SENT}
-                self._tracker.log(numbers | metrics.derived(line), step=line["step"])
+                self._tracker.log(numbers, step=line["step"])
                 self._step = line["step"]
                 run_dir.write_json(self._path, {"step": self._step})
 

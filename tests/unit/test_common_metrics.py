@@ -100,8 +100,3 @@ def test_names_are_unique_and_fit_for_prometheus() -> None:
         assert all(name.replace("_", "").isalnum() and name.islower() for name in names)
     keys = [metric.key for metric in metrics.STEP]
     assert len(set(keys)) == len(keys)
-
-
-def test_the_idle_share_of_the_trainer_is_its_wait_over_the_step() -> None:
-    assert metrics.derived({"perf/rollout_wait_s": 30.0, "perf/step_s": 40.0}) == {"perf/trainer_idle_share": 0.75}
-    assert metrics.derived({"perf/step_s": 40.0}) == {}

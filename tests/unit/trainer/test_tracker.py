@@ -35,12 +35,12 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_steps_are_sent_with_what_follows_from_them(run: RunDir) -> None:
+def test_a_step_is_sent_with_its_numbers(run: RunDir) -> None:
     found = FakeTracker()
-    fake.step(run, 1, 0.5, **{"perf/step_s": 40.0})
+    fake.step(run, 1, 0.5)
     tracker.Sender(run, found).send()
     ((step, numbers),) = found.sent
-    assert step == 1 and numbers["reward"] == 0.5 and numbers["perf/trainer_idle_share"] == 0.5
+    assert step == 1 and numbers["reward"] == 0.5 and numbers["perf/rollout_wait_s"] == 20.0
     assert not {"step", "time_s"} & set(numbers)
 
 
