@@ -29,9 +29,8 @@ from scripts.stack import ROOT, folder
 from services.common import run_dir
 from services.common.errors import NotReadyError, RecipeError, run_main
 from services.common.recipe import Recipe
-from services.common.run_dir import RunDir
+from services.common.run_dir import CONFIG, WEIGHTS, RunDir
 from services.evaluator import checkpoints
-from services.evaluator.adapters import CONFIG, WEIGHTS
 from services.hub import client as hub
 
 CONFLICT = 412

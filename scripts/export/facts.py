@@ -17,9 +17,8 @@ from services.common import recipe as recipes
 from services.common import run_dir, tasks
 from services.common.errors import RecipeError
 from services.common.recipe import Recipe
-from services.common.run_dir import Checkpoint, RunDir
+from services.common.run_dir import WEIGHTS, Checkpoint, RunDir
 from services.evaluator import adapters
-from services.evaluator.adapters import WEIGHTS
 from services.evaluator.results import SUFFIX
 from services.evaluator.tensors import TensorFile
 

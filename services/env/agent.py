@@ -17,6 +17,7 @@ from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.env import opencode
 from services.env.docker import DockerError, docker
+from services.env.hub_sandbox import HubSandbox
 from services.env.sandbox import Sandbox
 
 HARNESS = "opencode"
@@ -68,7 +69,7 @@ class BakedOpenCode(OpenCode):
                 await super().run(instruction, environment, context)
         finally:
             # Also after a time-out: Harbor stops waiting then, but nothing stops the agent's processes.
-            if isinstance(environment, Sandbox):
+            if isinstance(environment, Sandbox | HubSandbox):
                 await environment.end_agent_phase()
 
 

@@ -24,7 +24,7 @@ from services.common import health, metrics, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.env import agent, manifest, sandbox, suites
+from services.env import agent, hub_sandbox, manifest, public, sandbox, suites
 from services.env.docker import inspect
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard
@@ -32,6 +32,8 @@ from services.env.sweep import sweep
 
 CONTROL_PORT = 8100
 CAPTURE_PORT = 8101
+PUBLIC_PORT = 8000
+"""The one port that a Job or a Space makes public; the capture proxy is mounted there at ``/capture``."""
 CLIENT_NAME = "harbor_env"
 """Path prefix that OpenEnv's HarborEnv client calls."""
 GRACE_S = 5
@@ -69,6 +71,12 @@ class Places:
     """Our own name on the sandboxes' network."""
     capture_url: str
     """The capture proxy as a sandbox reaches it."""
+    capture_port: int = CAPTURE_PORT
+
+    @property
+    def is_public(self) -> bool:
+        """Whether sandboxes come through an address that others know too, and a proxy that is not ours."""
+        return self.capture_url.endswith(public.PREFIX)
 
     @classmethod
     def from_environment(cls, cfg: Recipe) -> Places:
@@ -78,12 +86,17 @@ class Places:
         if cfg.env.backend == "docker" and not network:
             raise RecipeError("SANDBOX_NETWORK is not set; it names the Docker network of the sandboxes and env alone")
         capture_host = os.environ.get("CAPTURE_HOST", "capture")
+        # OpenEnv's name for the public host of its server: a Space's variable, and a Job's made like it.
+        space_host = os.environ.get("SPACE_HOST", "")
+        capture_port = int(os.environ.get("CAPTURE_PORT") or (PUBLIC_PORT if space_host else CAPTURE_PORT))
+        own_url = f"https://{space_host}{public.PREFIX}" if space_host else f"http://{capture_host}:{capture_port}"
         return cls(
             tasks_dir=Path(tasks_dir),
             network=network,
             control_host=os.environ.get("CONTROL_HOST", "env-control"),
             capture_host=capture_host,
-            capture_url=os.environ.get("CAPTURE_URL", f"http://{capture_host}:{CAPTURE_PORT}"),
+            capture_port=capture_port,
+            capture_url=os.environ.get("CAPTURE_URL") or own_url,
         )
 
 
@@ -93,23 +106,28 @@ def serve(cfg: Recipe, run: RunDir) -> int:
     places = Places.from_environment(cfg)
     provider = suites.load(cfg, places.tasks_dir)
     control_socket = bind(places.control_host, CONTROL_PORT)
-    capture_socket = bind(places.capture_host, CAPTURE_PORT)
+    capture_socket = bind(places.capture_host, places.capture_port)
     # On the address of the control plane: no sandbox reaches it.
     serving = metrics.serve("env", run, host=places.control_host)
     with signals.stop_event() as stop, health.Pulse("env", run) as pulse, serving:
         if cfg.env.backend == "docker":
             check_engine(cfg, places.network)
-            sweep(run)
+        sweep_backend(cfg, run)
         manifest.write(cfg, run, *provider.suites())
         record(cfg, run)
         board = Scoreboard()
         prepare(cfg, run, places, provider, board)
         service = capture_service(cfg, places)
+        key = secrets.token_urlsafe(24)
+        data_plane = DataPlane(service.capture.app)
         servers = [
-            Server("control", control_app(cfg), control_socket),
-            Server("capture", DataPlane(service.capture.app), capture_socket),
+            Server("capture", public.Mounted(data_plane, key) if places.is_public else data_plane, capture_socket)
         ]
         try:
+            if places.is_public:
+                public.preflight(places.capture_url, key)
+            # Only now: who waits for the control plane may start rollouts.
+            servers.append(Server("control", control_app(cfg), control_socket))
             logger.info("serving", extra={"control": control_socket.getsockname(), "capture": places.capture_url})
             while not stop.wait(BEAT_S):
                 for server in servers:
@@ -120,8 +138,16 @@ def serve(cfg: Recipe, run: RunDir) -> int:
                 server.ask_to_stop()
             for server in servers:
                 server.join()
-            if cfg.env.backend == "docker":
-                sweep(run)
+            sweep_backend(cfg, run)
+    return 0
+
+
+def sweep_backend(cfg: Recipe, run: RunDir) -> int:
+    """End what the run has left where its sandboxes run; nothing of another run. Returns: how many sandboxes."""
+    if cfg.env.backend == "docker":
+        return sweep(run)
+    if cfg.env.backend == "hf-sandbox":
+        return hub_sandbox.sweep(run)
     return 0
 
 
@@ -131,7 +157,9 @@ def prepare(cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProv
     keep_only(KEPT_VARIABLES | BACKEND_VARIABLES.get(cfg.env.backend, set()))
     os.environ["OPENENV_HARBOR_TRIALS_DIR"] = str(run.trials)
     overlay = sandbox.write_overlay(cfg, run, places.network)
-    openenv_rollout.build_trial_config = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
+    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
+    openenv_rollout.build_trial_config = hub_sandbox.bounded(build, cfg, run, agent.UID)
+    hub_sandbox.HubSandbox.configure(cfg)
     agent.register(cfg)
     RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def write(cfg: Recipe, run: RunDir, train: tuple[Task, ...], heldout: tuple[Task
     # ``local/opencode-rl-{}:cpu``: compose.yaml fills in registry and tag.
     pattern = os.environ.get("IMAGE_PATTERN", "")
     names = {name: pattern.format(name) for name in IMAGES if pattern} | {"sandbox": cfg.env.sandbox_image}
-    found = {name: _image(reference) for name, reference in names.items()}
+    # Where no engine answers for the images, whoever started the Job says which they are.
+    given: dict[str, str] = json.loads(os.environ.get("IMAGE_DIGESTS") or "{}")
+    found = {name: _image(reference) for name, reference in names.items()} if cfg.env.backend == "docker" else {}
     run_dir.write_json(
         run.manifest,
         {
@@ -37,7 +40,9 @@ def write(cfg: Recipe, run: RunDir, train: tuple[Task, ...], heldout: tuple[Task
                 cfg.tasks.train: {"tasks": len(train), "sha256": suite_sha256(train)},
                 cfg.tasks.heldout: {"tasks": len(heldout), "sha256": suite_sha256(heldout)},
             },
-            "images": {name: image["id"] for name, image in found.items() if image},
+            "images": given | {name: image["id"] for name, image in found.items() if image},
+            "image_digests": {name: image["digest"] for name, image in found.items() if image and image["digest"]}
+            | given,
             "image_labels": {name: image["labels"] for name, image in found.items() if image},
         },
     )
@@ -48,7 +53,12 @@ def _image(reference: str) -> dict[str, Any] | None:
     if details is None:
         return None
     labels = details["Config"].get("Labels") or {}
-    return {"id": details["Id"], "labels": {name: labels[name] for name in LABELS if name in labels}}
+    digests = details.get("RepoDigests") or []
+    return {
+        "id": details["Id"],
+        "digest": digests[0] if digests else None,
+        "labels": {name: labels[name] for name in LABELS if name in labels},
+    }
 
 
 def _local_revision(cfg: Recipe) -> str | None:
