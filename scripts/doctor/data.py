@@ -78,6 +78,15 @@ def weight_files(snapshot: Path) -> list[str]:
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
+def tracker(setup: Setup) -> Check:
+    """A tracker never stops a run, so a missing key would only be seen afterwards."""
+    wanted = setup.cfg.trainer.report_to
+    if wanted == "wandb" and not setup.environment.get("WANDB_API_KEY"):
+        mend = "set it, or trainer.report_to to trackio; metrics.jsonl is written anyway"
+        return bad_recipe("tracker", "trainer.report_to is wandb and WANDB_API_KEY is not set", mend)
+    return ok("tracker", wanted)
+
+
 def output_caps(setup: Setup) -> Check:
     """Training, evaluation and the agent must cut a model call at the same length (a run collapsed where not)."""
     cfg = setup.cfg

@@ -23,7 +23,7 @@ MACHINE = (
     machine.gpus,
     machine.container_gpus,
 )
-DATA = (data.recipe_file, data.task_suites, data.model, data.output_caps)
+DATA = (data.recipe_file, data.task_suites, data.model, data.output_caps, data.tracker)
 IMAGES = (images.present, images.made_from_these_locks, images.digests, images.versions)
 START: tuple[Callable[[Setup], Check], ...] = (
     data.task_suites,

@@ -80,6 +80,11 @@ def test_an_output_cap_of_the_agent_that_differs_fails(setup: Setup, monkeypatch
     fails(data.output_caps(setup), "training 96", "OpenCode 4096")
 
 
+def test_wandb_without_its_key_fails(broken: Broken) -> None:
+    fails(data.tracker(broken(trainer__report_to="wandb")), "WANDB_API_KEY", "trackio")
+    assert data.tracker(broken(trainer__report_to="wandb", environment={"WANDB_API_KEY": "k"})).state == "ok"
+
+
 # --- A model of the Hub ---------------------------------------------------------------------------------------------
 
 
