@@ -126,7 +126,7 @@ class HubSandbox(HFSandboxEnvironment):
 
     @override
     async def stop(self, delete: bool) -> None:
-        sandbox, self._sandbox = self._sandbox, None
+        sandbox, self._sandbox = self._sandbox, None  # type: ignore[assignment]  # the base class allows None
         if sandbox is not None:
             await asyncio.shield(asyncio.to_thread(self._close, sandbox))
         self.live.pop(self.session_id, None)

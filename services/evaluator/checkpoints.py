@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from services.common import recipe as recipes
 from services.common import run_dir
 from services.common.errors import RecipeError
-from services.common.run_dir import Checkpoint, RunDir
-from services.evaluator.adapters import CONFIG, SNAPSHOTS, WEIGHTS
+from services.common.run_dir import CONFIG, WEIGHTS, Checkpoint, RunDir
+from services.evaluator.adapters import SNAPSHOTS
 from services.hub import adapters as hub
 
 

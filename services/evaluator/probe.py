@@ -14,7 +14,8 @@ import shutil
 from dataclasses import replace
 
 from services.common.errors import NotReadyError
-from services.evaluator.adapters import CONFIG, WEIGHTS, Adapter, NotInEffectError, PolicyEval
+from services.common.run_dir import CONFIG, WEIGHTS
+from services.evaluator.adapters import Adapter, NotInEffectError, PolicyEval
 from services.evaluator.tensors import TensorFile
 
 HALF = {"F32": b"\x00\x00\x00\x3f", "BF16": b"\x00\x3f", "F16": b"\x00\x38"}

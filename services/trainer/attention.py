@@ -29,7 +29,7 @@ from services.trainer.packed_attention import PACKED_SDPA, PACKED_VARLEN
 
 Implementation = Literal["kernels-community/flash-attn3", "varlen", "sdpa"]
 
-FLASH = "kernels-community/flash-attn3"
+FLASH: Literal["kernels-community/flash-attn3"] = "kernels-community/flash-attn3"
 NAMES: dict[Implementation, str] = {FLASH: FLASH, "varlen": PACKED_VARLEN, "sdpa": PACKED_SDPA}
 """The recipe's key -> transformers' name."""
 IMAGE_KERNELS = Path("/app/kernels")

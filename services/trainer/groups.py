@@ -132,7 +132,8 @@ class GroupBook:
 
     def step_ended(self) -> Trained:
         """The optimizer has stepped: what it trained on is settled."""
-        trained, stale = [], []
+        trained: list[Any] = []
+        stale: list[Any] = []
         last = max(self._in_step, default=0)
         while self._out and self._out[0][0] <= last:
             serial, sample = self._out.popleft()

@@ -18,7 +18,7 @@ RATE_WINDOW = 64
 """Rollouts over which the rate is taken."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Outcome:
     """What the reward is computed from: ``services.trainer.reward.Outcome``."""
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 PACKABLE_WIDTH = 4
 
 
-class UnpackedShortConv(ShortConv):  # type: ignore[misc]
+class UnpackedShortConv(ShortConv):
     """``ShortConv`` whose convolution weight stays as loaded unless the packed kernel can take it."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
