@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json as json_
 from typing import Any
 
+import httpx
+import orjson
 from openenv.core.harness.capture.server import UpstreamPool
+from openenv.core.harness.capture.upstream import InferenceClient, auth_headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 """Of one model call; a long conversation is below 2 MB."""
@@ -83,11 +89,53 @@ class CancelOnDisconnect:
 class FreshUpstreamPool(UpstreamPool):
     """OpenEnv's pool of probed engines, which forgets an engine that did not answer with tokens.
 
-    OpenEnv keeps the first verdict for good: one probe while the policy restarts, and no later rollout can train.
+    OpenEnv keeps the first verdict for good: one probe while the policy restarts, and no later rollout can train. Its
+    client, one an engine, holds back all calls but 100: httpx's default, less than rollouts may be in flight.
     """
 
     async def resolve(self, upstream: Any) -> Any:
         client, level = await super().resolve(upstream)
         if level != "tokens":
             self.forget(upstream)
+        elif client._client is None:
+            client._client = engine_client(client)
         return client, level
+
+
+def engine_client(client: InferenceClient) -> EngineConnections:
+    """Connections of OpenEnv's client to its engine, as many as there are calls."""
+    return EngineConnections(
+        base_url=client.base_url,
+        headers=auth_headers(client.api_key, client.auth_header),
+        timeout=httpx.Timeout(client._LIVENESS_TIMEOUT_S, connect=client._CONNECT_TIMEOUT_S),
+        # vLLM closes a connection that was idle for 5 s; a call that is sent just then is lost.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+        trust_env=False,
+    )
+
+
+class EngineConnections(httpx.AsyncClient):
+    """httpx with orjson: an answer carries the ids of the whole prompt, 10,000 of them in a first call."""
+
+    @override
+    async def post(self, url: Any, *, json: Any = None, **kwargs: Any) -> httpx.Response:
+        response = await super().post(url, content=_dumps(json), headers=JSON_HEADERS, **kwargs)
+        response.json = functools.partial(_loads, response)  # type: ignore[method-assign]
+        return response
+
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # half a surrogate pair, which the standard library lets through
+        return json_.dumps(value).encode()
+
+
+def _loads(response: httpx.Response) -> Any:
+    try:
+        return orjson.loads(response.content)
+    except orjson.JSONDecodeError:  # NaN or Infinity, likewise
+        return json_.loads(response.content)

@@ -1,4 +1,4 @@
-"""The two stacks as Compose resolves them: every service is checked, bounded, unprivileged and off the internet."""
+"""The stacks as Compose resolves them: every service is checked, bounded, unprivileged and off the internet."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"policy", "env", "trainer", "watchdog", "policy-eval", "evaluator"}
+SERVICES = {"policy", "env", "trainer", "watchdog", "policy-eval", "evaluator", "dash"}
 
 
 def config(*files: str, **environment: str) -> dict:
@@ -20,7 +20,14 @@ def config(*files: str, **environment: str) -> dict:
     return json.loads(out.stdout)
 
 
-@pytest.fixture(params=[("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")], ids=["gpu", "cpu"])
+STACKS = {
+    "two-gpu": ("compose.yaml",),
+    "one-gpu": ("compose.yaml", "compose.one-gpu.yaml"),
+    "cpu": ("compose.yaml", "compose.cpu.yaml"),
+}
+
+
+@pytest.fixture(params=STACKS.values(), ids=STACKS)
 def stack(request: pytest.FixtureRequest) -> dict:
     return config(*request.param)
 
@@ -31,7 +38,7 @@ def test_every_service_has_image_health_and_no_privilege(stack: dict) -> None:
         assert service["image"], name
         assert service["healthcheck"]["test"], name
         assert service["init"] is True, name
-        assert service["restart"] == "no", name
+        assert service["restart"] == "on-failure:5", name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert "container_name" not in service, name
@@ -60,6 +67,13 @@ def test_published_ports_are_on_loopback(stack: dict) -> None:
     assert {port["host_ip"] for port in published} == {"127.0.0.1"}
 
 
+def test_the_dashboard_meets_no_other_service_and_sees_no_run(stack: dict) -> None:
+    dash = stack["services"]["dash"]
+    assert [name for name, service in stack["services"].items() if "dash" in service["networks"]] == ["dash"]
+    assert list(dash["networks"]) == ["dash"]
+    assert [Path(volume["source"]).name for volume in dash["volumes"]] == [".trackio"]
+
+
 def test_trainer_waits_for_policy_env_and_watchdog(stack: dict) -> None:
     needs = {name: rule["condition"] for name, rule in stack["services"]["trainer"]["depends_on"].items()}
     assert needs == {
@@ -78,15 +92,43 @@ def test_run_directory_and_tasks_have_one_path_inside_and_out(stack: dict) -> No
         assert all(volume["source"] == volume["target"] for volume in same)
 
 
-def test_trainer_and_policy_are_on_different_gpus_and_the_cpu_stack_asks_for_none() -> None:
-    def gpus(stack: dict, name: str) -> list:
-        reservations = stack["services"][name]["deploy"]["resources"].get("reservations", {})
-        return [device["device_ids"] for device in reservations.get("devices", [])]
+def test_each_stack_has_its_gpus() -> None:
+    def gpus(stack: dict) -> list:
+        reservations = [
+            stack["services"][name]["deploy"]["resources"].get("reservations", {})
+            for name in ("trainer", "policy", "policy-eval")
+        ]
+        return [[d["device_ids"] for d in found.get("devices", [])] for found in reservations]
 
-    gpu, cpu = config("compose.yaml"), config("compose.yaml", "compose.cpu.yaml")
-    assert gpus(gpu, "trainer") == [["0"]]
-    assert gpus(gpu, "policy") == [["1"]]
-    assert [gpus(cpu, name) for name in ("trainer", "policy", "policy-eval")] == [[], [], []]
+    found = {name: gpus(config(*files)) for name, files in STACKS.items()}
+    assert found == {
+        "two-gpu": [[["0"]], [["1"]], [["1"]]],
+        "one-gpu": [[["0"]], [["0"]], [["0"]]],
+        "cpu": [[], [], []],
+    }
+    other = config(*STACKS["two-gpu"], TRAINER_GPU="4", POLICY_GPU="5", EVAL_GPU="6")
+    assert gpus(other) == [[["4"]], [["5"]], [["6"]]]
+
+
+def test_each_stack_has_a_recipe_that_fits_it() -> None:
+    def recipes(stack: dict) -> set:
+        mounts = [volume for service in stack["services"].values() for volume in service.get("volumes", [])]
+        return {Path(mount["source"]).name for mount in mounts if mount["target"] == "/run/recipe.toml"}
+
+    assert recipes(config(*STACKS["two-gpu"])) == {"lfm2.5-2.6b.toml"}
+    assert recipes(config(*STACKS["one-gpu"])) == {"lfm2.5-2.6b-one-gpu.toml"}
+    for files in STACKS.values():
+        assert recipes(config(*files, RECIPE="./data/recipes/smoke.toml")) == {"smoke.toml"}
+
+
+def test_gpu_stacks_give_weights_time_to_load_and_nccl_shared_memory() -> None:
+    for name in ("two-gpu", "one-gpu"):
+        services = config(*STACKS[name])["services"]
+        for service in (services["policy"], services["trainer"]):
+            assert service["healthcheck"]["start_period"] == "20m0s"
+            assert int(service["shm_size"]) == 8 * 2**30
+            assert service["environment"]["NCCL_NVLS_ENABLE"] == "0"
+            assert "NCCL_SOCKET_IFNAME" not in service["environment"], "services.common.network finds it"
 
 
 def test_no_secret_is_written_into_the_configuration() -> None:

@@ -83,10 +83,17 @@ def test_the_full_recipe_has_the_numbers_of_the_original() -> None:
             "max_inflight is 4 and num_generations 8; max_inflight must be at least num_generations",
         ),
         (
-            "[rollout]\nagent_timeout_s = 900\nsetup_timeout_s = 800\nverifier_timeout_s = 100\nouter_timeout_s = 1800",
-            r"outer_timeout_s is 1800\.0; it must exceed agent \+ setup \+ verifier = 1800\.0",
+            "[rollout]\nagent_timeout_s = 900\nbuild_timeout_s = 100\nsetup_timeout_s = 700\nverifier_timeout_s = 100\n"
+            "outer_timeout_s = 1800",
+            r"outer_timeout_s is 1800\.0; it must exceed build \+ setup \+ agent \+ verifier = 1800\.0",
         ),
         ("[evaluator]\nwatch_tasks = 9\nfinal_tasks = 8", "watch_tasks is 9 and final_tasks 8"),
+        (
+            "[policy]\nmax_num_seqs = 15",
+            r"policy\.max_num_seqs is 15 and rollout\.max_inflight 16; .* or they queue",
+        ),
+        ("[env]\ndocker_starts_per_minute = 0", r"env\.docker_starts_per_minute: found 0; .*greater than 0"),
+        ("[trainer]\nattn_implementation = 'eager'", r"attn_implementation: found 'eager'; .*'varlen'.*'sdpa'"),
         (
             "[trainer]\nsamples_per_row = 3",
             r"samples_per_row is 3 and a step has groups_per_step \* num_generations = 8 samples",

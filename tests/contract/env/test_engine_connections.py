@@ -1,0 +1,114 @@
+"""How the capture proxy talks to the engine and to sandboxes: nothing waits that need not, and odd content survives."""
+
+import asyncio
+import json
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from openenv.core.harness.capture.sessions import Upstream
+
+from services.env.app import bind
+from services.env.http import EngineConnections, FreshUpstreamPool
+from tests.fakes import policy
+
+AT_ONCE = 128
+
+
+class HoldsBack(policy.Handler):
+    """The FAKE policy, which answers a call with tools when ``AT_ONCE`` of them have arrived."""
+
+    barrier = threading.Barrier(AT_ONCE)
+
+    def _reply(self, value: Any) -> None:
+        if "choices" in value and value["choices"][0]["message"]["content"] == "hold":
+            self.barrier.wait(timeout=60)
+        super()._reply(value)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    real = policy.completion
+
+    def completion(request: dict[str, Any], commands: list[str], fault: str = "") -> dict[str, Any]:
+        response = real(request, commands, fault)
+        if request["messages"][-1]["content"] == "hold":
+            response["choices"][0]["message"]["content"] = "hold"
+        return response
+
+    monkeypatch.setattr(policy, "completion", completion)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HoldsBack)
+    server.request_queue_size = AT_ONCE
+    server.socket.listen(AT_ONCE)
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def ask(content: str) -> dict[str, Any]:
+    return {"model": "policy", "messages": [{"role": "user", "content": content}]}
+
+
+async def client_of(url: str) -> Any:
+    client, level = await FreshUpstreamPool(default_client=None, default_level="text").resolve(
+        Upstream(llm_url=url, model="policy")
+    )
+    assert level == "tokens"
+    return client
+
+
+def test_as_many_calls_are_at_the_engine_as_rollouts_make(engine: str) -> None:
+    """More than httpx's 100: each call here is answered only when all have arrived."""
+
+    async def calls() -> list[dict[str, Any]]:
+        client = await client_of(engine)
+        return await asyncio.gather(*(client.completion(ask("hold")) for _ in range(AT_ONCE)))
+
+    answers = asyncio.run(calls())
+    assert len(answers) == AT_ONCE
+    assert all(answer["prompt_token_ids"] for answer in answers)
+
+
+def test_half_a_character_and_a_number_that_is_none_pass_as_they_did() -> None:
+    """What orjson refuses and the standard library takes: a model samples anything."""
+    seen: list[Any] = []
+
+    def engine(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, content=b'{"text": "\\ud800", "logprob": NaN, "ids": [1, 65535]}')
+
+    async def call() -> Any:
+        async with EngineConnections(base_url="http://engine", transport=httpx.MockTransport(engine)) as connections:
+            return (await connections.post("/v1", json={"content": "half \ud800"})).json()
+
+    answer = asyncio.run(call())
+    assert seen == [{"content": "half \ud800"}]
+    assert (answer["text"], answer["ids"]) == ("\ud800", [1, 65535])
+    assert math.isnan(answer["logprob"])
+
+
+def test_replies_to_sandboxes_leave_at_once() -> None:
+    """Nagle's algorithm is off on what a listener of ours accepts: with it each reply is 40 ms late."""
+
+    async def accepted() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_connection(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = writer.get_extra_info("socket")
+            found.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = bind("127.0.0.1", 0)
+        async with await asyncio.start_server(on_connection, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            option = await found
+            writer.close()
+            return option
+
+    assert asyncio.run(accepted()) != 0
