@@ -98,6 +98,15 @@ def attention_kernel(setup: Setup, facts: Facts) -> Check:
     return ok(name, f"kernels {locked}; attention is {wanted}")
 
 
+def _given(name: str, facts: Facts) -> Mapping[str, Any] | Check:
+    """What the trainer gives TRL's worker; a failed check when the image cannot say."""
+    worker = facts["worker"]
+    if "error" in worker:
+        found = f"the trainer image does not fit this recipe: {worker['error']}"
+        return not_ready(name, found, "`make images`: it is of another version than this checkout")
+    return dict(worker["given"])
+
+
 def _has_kernel(setup: Setup, repository: str) -> bool:
     if repository in setup.environment.get("LOCAL_KERNELS", ""):
         return True
@@ -117,8 +126,12 @@ def training_prompts(setup: Setup, facts: Facts) -> Check:
         return bad_recipe(name, f"suite {cfg.tasks.train} has no task", "choose another suite")
     if repeated := tasks.repeated_instructions(train):
         return bad_recipe(name, f"tasks have one instruction: {', '.join(repeated)}", "remove one of them")
-    if "skipped" not in facts and "dataset" not in facts["worker"].get("given", {}):
-        return not_ready(name, f"the trainer gives TRL no data set: {facts['worker']}", RESTORE)
+    if "skipped" not in facts:
+        given = _given(name, facts)
+        if isinstance(given, Check):
+            return given
+        if "dataset" not in given:
+            return not_ready(name, "the trainer gives TRL no data set", RESTORE)
     return ok(name, f"{len(train)} prompts, a task each")
 
 
@@ -136,9 +149,11 @@ def eos_token(_setup: Setup, facts: Facts) -> Check:
     if token not in (expected if isinstance(expected, list) else [expected]):
         found = f"the tokenizer's end token is {token}, the model's {expected}"
         return bad_recipe(name, found, "restore the model's config.json and tokenizer_config.json")
-    given = facts["worker"].get("given", {}).get("eos_token_ids")
-    if given != [token]:
-        return not_ready(name, f"the trainer gives TRL eos_token_ids {given or facts['worker']}", RESTORE)
+    given = _given(name, facts)
+    if isinstance(given, Check):
+        return given
+    if given.get("eos_token_ids") != [token]:
+        return not_ready(name, f"the trainer gives TRL eos_token_ids {given.get('eos_token_ids')}", RESTORE)
     return ok(name, f"token {token}")
 
 
@@ -148,9 +163,11 @@ def agent_budget(setup: Setup, facts: Facts) -> Check:
     wanted = setup.cfg.rollout.max_tool_calling_iterations
     if "skipped" in facts:
         return skipped(name, facts["skipped"])
-    given = facts["worker"].get("given", {}).get("max_tool_calling_iterations")
-    if given != wanted:
-        found = f"the trainer gives TRL {given or f'no number, so {TRL_BUDGET} hold'}, the recipe says {wanted}"
+    given = _given(name, facts)
+    if isinstance(given, Check):
+        return given
+    if (number := given.get("max_tool_calling_iterations")) != wanted:
+        found = f"the trainer gives TRL {number or f'no number, so {TRL_BUDGET} hold'}, the recipe says {wanted}"
         return not_ready(name, found, RESTORE)
     values = tomllib.loads(setup.recipe_path.read_text(encoding="utf-8"))
     if "max_tool_calling_iterations" not in values.get("rollout", {}):

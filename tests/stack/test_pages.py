@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +12,23 @@ import pytest
 
 from scripts.traces import page, reader
 from scripts.traces.reader import TokenText
+from services.common import run_dir
 from services.common.run_dir import RunDir
 from tests.browser import DESKTOP, PHONE, Browser, chromium
+from tests.fakes import run as fake
 from tests.fakes.traces import HOSTILE, captured, hostile
 
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = f"{os.environ.get('REGISTRY', 'local')}/opencode-rl-trainer:{os.environ.get('TAG', 'cpu')}"
+SEND = """
+import sys
+from pathlib import Path
+from services.common import recipe
+from services.common.run_dir import RunDir
+from services.trainer import tracker
+with tracker.follow(RunDir(Path(sys.argv[1])), recipe.load(Path("/recipe.toml"))):
+    pass
+"""
 SIZES = pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 SHOWN = "Array.from(document.querySelectorAll('.rollout')).filter(e => !e.hidden).map(e => e.dataset.listed)"
 
@@ -108,3 +123,50 @@ def test_the_pages_policy_stops_a_script_that_slipped_through(browser: Browser, 
     tab.open(url)
     assert tab.run("document.title") == "Rollouts of readable"
     assert any("Content Security Policy" in complaint for complaint in tab.complaints)
+
+
+# --- The dashboard --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of trackio's dashboard, as the compose service shows it, with what our tracker sent of a FAKE run."""
+    runs = tmp_path_factory.mktemp("runs")
+    run = fake.finished(runs, "looked-at")
+    for folder in (runs, run.path, runs / run_dir.TRACKIO):
+        os.chmod(folder, 0o777)
+    subprocess.run(
+        ["docker", "run", "--rm", "--network", "none", "--volume", f"{runs}:/runs",
+         "--volume", f"{ROOT}/data/recipes/smoke.toml:/recipe.toml:ro", IMAGE, "python", "-c", SEND, f"/runs/{run.path.name}"],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert run_dir.read_json(run.path / "tracker.json") == {"step": 4}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "COMPOSE_FILE": "compose.yaml:compose.cpu.yaml", "COMPOSE_PROJECT_NAME": "opencode-rl-pages",
+        "RUNS_DIR": str(runs), "DASH_PORT": str(port),
+    }  # fmt: skip
+
+    def compose(*arguments: str) -> None:
+        command = ["docker", "compose", "--profile", "dash", *arguments]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=180)
+
+    try:
+        compose("up", "--detach", "--wait", "dash")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        compose("down", "--remove-orphans")
+
+
+@SIZES
+def test_the_dashboard_shows_the_runs_without_complaint_and_fits(
+    browser: Browser, dashboard: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    tab = browser.new_page(size)
+    tab.open(f"{dashboard}/?project=opencode-rl")
+    tab.wait_until("document.body.innerText.includes('reward')")
+    tab.screenshot(screenshots(tmp_path) / f"dashboard-{size[0]}.png")
+    assert tab.complaints == []
+    assert [url for url in tab.requested if not url.startswith((dashboard, "data:", "blob:"))] == []
+    assert tab.overflow_px() == 0

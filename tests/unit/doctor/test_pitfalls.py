@@ -48,6 +48,12 @@ def test_every_check_is_ok_on_the_shipped_set_up(
     assert found.name == check.__name__.replace("_", "-")
 
 
+def test_an_image_of_another_version_is_told_as_that(setup: Setup, facts: Facts) -> None:
+    old = change(facts, "worker", to={"error": "RecipeError: rollout.new_key: unknown key"})
+    for check in (pitfalls.training_prompts, pitfalls.eos_token, pitfalls.agent_budget):
+        fails(check(setup, old), 3, "does not fit this recipe", "new_key", "make images")
+
+
 def test_there_are_twelve() -> None:
     assert len(pitfalls.ALL) == 12
 
