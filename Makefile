@@ -65,7 +65,7 @@ lock: ## Renew hashed locks and base digests
 	scripts/lock.sh
 
 ##@ Check
-.PHONY: test test-unit test-contract test-stack check fidelity
+.PHONY: test test-unit test-contract test-stack check fidelity chaos
 test: images $(VENV)/ready ## All tests: unit, contract, stack
 	scripts/test.sh unit contract stack
 
@@ -80,6 +80,9 @@ test-stack: images $(VENV)/ready ## Real compose, real sandboxes
 
 fidelity: images $(VENV)/ready ## Is what is trained exactly what is sampled? One table, on a policy of its own
 	$(RUN) scripts.fidelity --variant $(VARIANT)
+
+chaos: images $(VENV)/ready ## Kill every part of the CPU stack in every phase (ONLY=policy,sync MINUTES=8: a piece of it)
+	$(RUN) scripts.chaos $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES))
 
 check: $(VENV)/ready ## Lint, types, compose files, recipes
 	scripts/check.sh

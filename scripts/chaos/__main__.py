@@ -89,7 +89,7 @@ def torment_a_run(left: list[Fault], book: Book, runs_dir: Path, until: float, s
     name = f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     environment = {
         "RUN_NAME": name, "RECIPE": str(RECIPE), "RUNS_DIR": str(runs_dir), "RESTART": RESTARTS,
-        "TASKS_DIR": str(folder("TASKS_DIR", "data/tasks")), "MAX_STEPS": str(len(left) + 2),
+        "TASKS_DIR": str(folder("TASKS_DIR", "data/tasks")), "MAX_STEPS": str(2 * len(left) + 2),
     }  # fmt: skip
     os.environ |= environment
     run = RunDir(runs_dir / recipe.from_environment().run.name)
@@ -123,11 +123,11 @@ def under_fire(
     stack("up", "--detach", "--wait", *servers)
     stack("up", "--detach", "trainer", *(["evaluator"] if evaluated else []))
     torment = Torment(run, console.print)
-    for number, fault in enumerate(left):
+    for fault in left:
         if time.monotonic() > until or stop.is_set():
             break
         try:
-            book.add(run, torment.strike(fault, after_step=min(number, 1)))
+            book.add(run, torment.strike(fault))
         except RunOver:
             break
         base.look()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from scripts.chaos.torment import NAMED_LIMIT_S
 from scripts.stack import console
+
+TABLE_WIDTH = 150
+FAULTLESS = ("replayed", "lost", "dropped", "problems", "containers_left", "networks_left")
 
 
 def show(book: dict[str, Any]) -> None:
@@ -40,8 +44,9 @@ def show(book: dict[str, Any]) -> None:
         )  # fmt: skip
         for problem in found["problems"]:
             runs.add_row("", problem)
-    console.print(faults)
-    console.print(runs)
+    wide = Console(stderr=True, width=max(console.width, TABLE_WIDTH))
+    wide.print(faults)
+    wide.print(runs)
     outcomes = book["outcomes"].values()
     console.print(f"{sum(found['recovered'] for found in outcomes)} of {len(outcomes)} faults survived")
 
@@ -51,11 +56,7 @@ def all_well(book: dict[str, Any]) -> bool:
         found["recovered"] and (found["named_s"] or 0) <= NAMED_LIMIT_S for found in book["outcomes"].values()
     )
     return survived and all(
-        found["exit_code"] == 0
-        and found["base_unchanged"]
-        and not any(
-            found[key] for key in ("replayed", "lost", "dropped", "problems", "containers_left", "networks_left")
-        )
+        found["exit_code"] == 0 and found["base_unchanged"] and not any(found[key] for key in FAULTLESS)
         for found in book["runs"].values()
     )
 

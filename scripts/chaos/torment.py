@@ -53,13 +53,15 @@ class Torment:
     def __init__(self, run: RunDir, say: Callable[[str], None]) -> None:
         self._run = run
         self._say = say
+        self._struck_after = 0
+        self._frozen: list[int] = []
 
-    def strike(self, fault: Fault, after_step: int) -> Outcome:
-        """Wait for the fault's phase after that step, make the fault, and wait for the recovery.
+    def strike(self, fault: Fault) -> Outcome:
+        """Wait for a new checkpoint and then for the fault's phase, make the fault, and wait for the recovery.
 
         Raises: RunOver: the run ended first. TimeoutError: the phase never came.
         """
-        outcome = self._hit(fault, after_step)
+        outcome = self._hit(fault)
         self._say(f"{fault.name} at step {outcome.step}, phase {outcome.phase_seen}")
         if fault.freeze:
             self._wait_until_named(fault, outcome)
@@ -68,7 +70,12 @@ class Torment:
         self._say(f"  {outcome.what}; back {_s(outcome.back_s)}, next step {_s(outcome.step_s)}")
         return outcome
 
-    def _hit(self, fault: Fault, after_step: int) -> Outcome:
+    def _newest(self) -> int:
+        return max((found.step for found in self._run.complete_checkpoints()), default=0)
+
+    def _hit(self, fault: Fault) -> Outcome:
+        # One more than at the last blow: the run gets on between two of them, and resumes from a checkpoint.
+        after = self._struck_after + 1
         until = time.monotonic() + PHASE_LIMIT_S
         pids: list[int] = []
         looked = 0.0
@@ -76,7 +83,7 @@ class Torment:
             if self._run.result.exists():
                 raise RunOver
             beat = health.read_heartbeats(self._run).get("trainer")
-            ready = beat is not None and beat.step >= after_step and time.time() - beat.time_s < 15
+            ready = beat is not None and time.time() - beat.time_s < 15 and self._newest() >= after
             if ready and time.monotonic() - looked > (1.0 if fault.victim == "sandbox" else 3.0):
                 # Asking the engine takes longer than some phases: it is asked ahead.
                 looked = time.monotonic()
@@ -91,9 +98,10 @@ class Torment:
                     pids = []
                     continue
                 struck = time.time()
-                after = health.read_heartbeats(self._run).get("trainer")
+                seen = health.read_heartbeats(self._run).get("trainer")
                 self._frozen = pids if fault.freeze else []
-                return Outcome(fault.name, struck, beat.step, after.phase if after else "")
+                self._struck_after = self._newest()
+                return Outcome(fault.name, struck, beat.step, seen.phase if seen else "")
             time.sleep(POLL_S)
         raise TimeoutError(f"{fault.name}: the trainer did not come to phase {fault.phase} in {PHASE_LIMIT_S:g} s")
 

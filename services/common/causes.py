@@ -21,6 +21,8 @@ class Cause(StrEnum):
     """The env server could not be reached, refused the call, or did not answer in the outer time bound."""
     SANDBOX_CREATE = "sandbox_create"
     """The sandbox did not start, or its data never came."""
+    SANDBOX_LOST = "sandbox_lost"
+    """The sandbox ended before its rollout did: killed, out of memory, or over its bound on disk."""
     SETUP = "setup"
     """The agent's binary is missing, of another version, or did not start in time."""
     AGENT_TIMEOUT = "agent_timeout"
@@ -50,6 +52,7 @@ _BY_EXCEPTION = {
     "EnvironmentStartTimeoutError": Cause.SANDBOX_CREATE,
     "HealthcheckError": Cause.SANDBOX_CREATE,
     "SandboxBuildFailedError": Cause.SANDBOX_CREATE,
+    "SandboxLostError": Cause.SANDBOX_LOST,
     "AgentSetupTimeoutError": Cause.SETUP,
     "AgentSetupError": Cause.SETUP,
     "AgentTimeoutError": Cause.AGENT_TIMEOUT,

@@ -121,12 +121,14 @@ class Rollout(Section):
     """How often a group with fewer is made before it is dropped, and counted."""
     agent_timeout_s: Seconds = 900.0
     """The agent's own time; what it leaves when it is up is graded."""
+    build_timeout_s: Seconds = 300.0
+    """From the request for a sandbox until it runs."""
     setup_timeout_s: Seconds = 360.0
-    """Sandbox and agent, until the agent starts; also the wait for a busy env server."""
+    """Until the agent is ready in it."""
     verifier_timeout_s: Seconds = 180.0
     """Grading one answer."""
     outer_timeout_s: Seconds = 1800.0
-    """The whole call, environment start to teardown; must exceed the three above together."""
+    """The whole call, environment start to teardown; must exceed the four above together."""
     max_unscorable_share: Share = 0.5
     """Above this share of unscorable rollouts in ``unscorable_window`` the run stops."""
     unscorable_window: Positive = 64
@@ -134,10 +136,11 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _outer_exceeds_inner(self) -> Rollout:
-        inner = self.agent_timeout_s + self.setup_timeout_s + self.verifier_timeout_s
+        inner = self.build_timeout_s + self.setup_timeout_s + self.agent_timeout_s + self.verifier_timeout_s
         if self.outer_timeout_s <= inner:
             raise ValueError(
-                f"rollout.outer_timeout_s is {self.outer_timeout_s}; it must exceed agent + setup + verifier = {inner}"
+                f"rollout.outer_timeout_s is {self.outer_timeout_s}; it must exceed build + setup + agent + verifier = "
+                f"{inner}"
             )
         if self.min_group_size > self.num_generations:
             raise ValueError(
@@ -170,6 +173,10 @@ class Env(Section):
     """Memory of one sandbox, swap included."""
     sandbox_pids: Positive = 512
     """Processes and threads in one sandbox."""
+    sandbox_disk_mb: Positive = 10240
+    """All that a sandbox may write; one that has written more is ended. ``docker`` backend."""
+    healthcheck_internet: bool = False
+    """Whether a task's own set-up (its healthcheck) may fetch data before the agent starts. ``docker`` backend."""
     max_message_size_mb: Positive = 512
     """Of one rollout result: it grows with the square of the turns."""
     docker_starts_per_minute: Positive = 120
@@ -342,6 +349,15 @@ class HfJob(Section):
     """After which the evaluation Job is ended."""
 
 
+class Control(Section):
+    """Faults on purpose, to see what training learns from. All off in a run that counts."""
+
+    shuffle_rewards: bool = False
+    """Within each group: how many were right stays, which ones is lost. Nothing may be learned."""
+    drop_syncs: bool = False
+    """The policy goes on serving the base. The canary must stop the run."""
+
+
 class Recipe(Section):
     run: Run
     model: Model
@@ -359,6 +375,7 @@ class Recipe(Section):
     costs: Costs = Costs()
     push: Push = Push()
     hf_job: HfJob = HfJob()
+    control: Control = Control()
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -24,10 +25,11 @@ from services.common import health, metrics, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.env import agent, hub_sandbox, manifest, public, sandbox, suites
-from services.env.docker import inspect
+from services.env import agent, hub_sandbox, manifest, public, sandbox, suites, web
+from services.env.docker import inspect, make_network
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.state import OperatorRoutes
 from services.env.sweep import sweep
 
 CONTROL_PORT = 8100
@@ -36,6 +38,10 @@ PUBLIC_PORT = 8000
 """The one port that a Job or a Space makes public; the capture proxy is mounted there at ``/capture``."""
 CLIENT_NAME = "harbor_env"
 """Path prefix that OpenEnv's HarborEnv client calls."""
+SETUP_NETWORK = "opencode-rl-setup"
+"""A sandbox's way out while its task's own set-up fetches data, and not after. Made when the recipe asks for it."""
+SETUP_NETWORK_OPTIONS = {"com.docker.network.bridge.enable_icc": "false"}
+"""No sandbox sees another there."""
 GRACE_S = 5
 IDLE_SESSION_S = 20.0
 """A session whose client is gone counts against the concurrency for this long; one at work has its socket open."""
@@ -65,6 +71,8 @@ class Places:
     tasks_dir: Path
     network: str
     """Docker network of the sandboxes; empty for backends without one."""
+    setup_network: str | None
+    """Docker network with a way out, for the time of a task's own set-up; None: the recipe grants none."""
     control_host: str
     """Our own name on the network of trainer and evaluator."""
     capture_host: str
@@ -93,6 +101,7 @@ class Places:
         return cls(
             tasks_dir=Path(tasks_dir),
             network=network,
+            setup_network=SETUP_NETWORK if cfg.env.healthcheck_internet and cfg.env.backend == "docker" else None,
             control_host=os.environ.get("CONTROL_HOST", "env-control"),
             capture_host=capture_host,
             capture_port=capture_port,
@@ -112,6 +121,8 @@ def serve(cfg: Recipe, run: RunDir) -> int:
     with signals.stop_event() as stop, health.Pulse("env", run) as pulse, serving:
         if cfg.env.backend == "docker":
             check_engine(cfg, places.network)
+            if places.setup_network:
+                make_network(places.setup_network, SETUP_NETWORK_OPTIONS)
         sweep_backend(cfg, run)
         manifest.write(cfg, run, *provider.suites())
         record(cfg, run)
@@ -127,7 +138,7 @@ def serve(cfg: Recipe, run: RunDir) -> int:
             if places.is_public:
                 public.preflight(places.capture_url, key)
             # Only now: who waits for the control plane may start rollouts.
-            servers.append(Server("control", control_app(cfg), control_socket))
+            servers.append(Server("control", control_app(cfg, run, places.tasks_dir), control_socket))
             logger.info("serving", extra={"control": control_socket.getsockname(), "capture": places.capture_url})
             while not stop.wait(BEAT_S):
                 for server in servers:
@@ -143,9 +154,12 @@ def serve(cfg: Recipe, run: RunDir) -> int:
 
 
 def sweep_backend(cfg: Recipe, run: RunDir) -> int:
-    """End what the run has left where its sandboxes run; nothing of another run. Returns: how many sandboxes."""
+    """End what the run has left where its sandboxes run and no rollout of this process uses; nothing of another run.
+
+    Returns: how many sandboxes.
+    """
     if cfg.env.backend == "docker":
-        return sweep(run)
+        return sweep(run, keep=frozenset(sandbox.Sandbox.live))
     if cfg.env.backend == "hf-sandbox":
         return hub_sandbox.sweep(run)
     return 0
@@ -157,8 +171,9 @@ def prepare(cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProv
     keep_only(KEPT_VARIABLES | BACKEND_VARIABLES.get(cfg.env.backend, set()))
     os.environ["OPENENV_HARBOR_TRIALS_DIR"] = str(run.trials)
     overlay = sandbox.write_overlay(cfg, run, places.network)
-    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
+    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay, places.setup_network)
     openenv_rollout.build_trial_config = hub_sandbox.bounded(build, cfg, run, agent.UID)
+    sandbox.Sandbox.configure(cfg)
     hub_sandbox.HubSandbox.configure(cfg)
     agent.register(cfg)
     RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s)
@@ -212,8 +227,11 @@ def capture_service(cfg: Recipe, places: Places) -> HarborService:
     return service
 
 
-def control_app(cfg: Recipe) -> Any:
-    """Task API and ``run_rollout`` for trainer and evaluator, without OpenEnv's web pages."""
+def control_app(cfg: Recipe, run: RunDir, tasks_dir: Path | None = None) -> Any:
+    """Task API and ``run_rollout`` for trainer and evaluator, ``/state`` and ``/sweep`` for the watchdog.
+
+    Args: tasks_dir: where the suites are, for OpenEnv's read-only pages at ``/web``; None: without them.
+    """
     app = create_app(
         RolloutEnvironment,
         CallToolAction,
@@ -224,8 +242,9 @@ def control_app(cfg: Recipe) -> Any:
             max_concurrent_envs=cfg.rollout.max_inflight + cfg.evaluator.max_inflight,
             session_timeout=IDLE_SESSION_S,
         ),
+        **({} if tasks_dir is None else web.pages(tasks_dir, [cfg.tasks.train, cfg.tasks.heldout])),
     )
-    return CancelOnDisconnect(app)
+    return OperatorRoutes(CancelOnDisconnect(web.ReadOnlyPages(app)), run, functools.partial(sweep_backend, cfg, run))
 
 
 # --- Engine and listeners -----------------------------------------------------------------------------------------
@@ -252,7 +271,9 @@ def bind(host: str, port: int) -> socket.socket:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
     except socket.gaierror:
         raise NotReadyError(f"{host} is no name of this container; compose.yaml gives env this network alias") from None
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Asyncio switches Nagle's algorithm off only on sockets that name their protocol; with it, each reply waited 40 ms
+    # for the sandbox's delayed acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import NotReadyError
@@ -27,6 +28,12 @@ def docker(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
     if done.returncode != 0:
         raise DockerError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
     return done.stdout
+
+
+def make_network(name: str, options: Mapping[str, str]) -> None:
+    """A bridge network of this name, made unless it is there. Raises: DockerError: the engine refuses."""
+    if inspect("network", name) is None:
+        docker("network", "create", *(f"--opt={key}={value}" for key, value in options.items()), name)
 
 
 def inspect(kind: str, name: str) -> dict[str, Any] | None:

@@ -7,16 +7,19 @@ file size, without capabilities that it does not need, alone with the capture pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from harbor.environments.base import ExecResult
+from harbor.environments.base import ExecResult, HealthcheckError
 from harbor.environments.docker.docker import DockerEnvironment, _sanitize_docker_compose_project_name
 from harbor.models.environment_type import EnvironmentType
+from harbor.models.task.config import HealthcheckConfig
 from harbor.models.trial.config import TrialConfig
 from harbor.trial.errors import EnvironmentStartTimeoutError
 from typing_extensions import override
@@ -24,8 +27,9 @@ from typing_extensions import override
 from services.common import run_dir
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.env.docker import inspect
+from services.env.docker import DockerError, docker, inspect
 from services.env.ledger import Ledger
+from services.env.start_rate import StartRate
 from services.env.sweep import LABEL
 
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
@@ -34,13 +38,41 @@ MAX_LOG_FILE_BYTES = 64 * 1024 * 1024
 """A larger file that the agent left in a mounted folder is removed unread."""
 MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
 """Largest file that a process in the sandbox can write."""
+DISK_LOOK_S = 3.0
+"""Between two looks at how much a sandbox has written: the engine walks its files for it."""
+
+
+class SandboxLostError(RuntimeError):
+    """The sandbox ended before its rollout did: killed, out of memory, or over its bound on disk."""
 
 
 class Sandbox(DockerEnvironment):
     """One container on the sandboxes' network. Harbor finds the class by its import path."""
 
-    def __init__(self, *args: Any, run_path: str, start_timeout_s: float, **kwargs: Any) -> None:
+    live: ClassVar[set[str]] = set()
+    """Compose projects whose rollout runs in this process now; a sweep spares them."""
+    rate: ClassVar[StartRate] = StartRate(math.inf)
+    """One for the process: ``configure`` sets the recipe's before the first rollout."""
+
+    @classmethod
+    def configure(cls, cfg: Recipe) -> None:
+        cls.rate = StartRate(cfg.env.docker_starts_per_minute)
+
+    def __init__(
+        self,
+        *args: Any,
+        run_path: str,
+        start_timeout_s: float,
+        disk_mb: int,
+        setup_network: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Args: setup_network: a Docker network with a way out, for the task's own set-up and no longer."""
         super().__init__(*args, **kwargs)
+        self._disk_bytes = disk_mb * 1024 * 1024
+        self._disk_watch: asyncio.Task[None] | None = None
+        self._over_disk = False
+        self._setup_network = setup_network
         self._project = _sanitize_docker_compose_project_name(self.session_id)
         self._container = f"{self._project}-main-1"
         self._ledger = Ledger(RunDir(Path(run_path)).ledger)
@@ -49,22 +81,30 @@ class Sandbox(DockerEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
+        self.live.add(self._project)
+        await asyncio.sleep(self.rate.turn_s())
         self._ledger.record("intent", self._project, backend="docker", image=self.task_env_config.docker_image)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await super().start(force_build)
         except TimeoutError:
             raise EnvironmentStartTimeoutError(
-                f"the sandbox did not start in rollout.setup_timeout_s = {self._start_timeout_s:g} s"
+                f"the sandbox did not start in rollout.build_timeout_s = {self._start_timeout_s:g} s"
             ) from None
         # The content that the sandbox runs on; a tag can move while we serve.
         container = await asyncio.to_thread(inspect, "container", self._container) or {}
         self.image_id = container.get("Image", "")
         self._ledger.record("created", self._project, container=container.get("Id", self._container))
+        self._disk_watch = asyncio.create_task(self._watch_disk())
 
     @override
     async def stop(self, delete: bool) -> None:
-        await super().stop(delete)
+        if self._disk_watch is not None:
+            self._disk_watch.cancel()
+        try:
+            await super().stop(delete)
+        finally:
+            self.live.discard(self._project)
         # `compose down` succeeds when it is interrupted too; the line must mean that the container is gone.
         if await self._docker("container", "rm", "--force", "--volumes", self._container) != 0:
             self.logger.warning("container %s could not be removed; the next sweep will", self._container)
@@ -105,7 +145,34 @@ class Sandbox(DockerEnvironment):
         finally:
             if process.returncode is None:
                 process.kill()
+        if code != 0 and not await self._is_running():
+            raise SandboxLostError(
+                f"the sandbox wrote more than env.sandbox_disk_mb = {self._disk_bytes >> 20} and was ended"
+                if self._over_disk
+                else f"the sandbox's container {self._container} ended while a command ran in it (exit code {code})"
+            )
         return ExecResult(stdout=output.decode(errors="replace") or None, stderr=None, return_code=code)
+
+    @override
+    async def run_healthcheck(self, healthcheck: HealthcheckConfig | None = None) -> None:
+        """The task's own set-up, before there is an agent: it alone may have a way out, to fetch its data.
+
+        Args: healthcheck: of a later step, when the agent has run already; it has no way out.
+        """
+        fetches = healthcheck is None and self.task_env_config.healthcheck is not None
+        if self._setup_network is None or not fetches:
+            await super().run_healthcheck(healthcheck)
+            return
+        if await self._docker("network", "connect", self._setup_network, self._container) != 0:
+            raise HealthcheckError(f"network {self._setup_network} could not be attached for the task's set-up")
+        try:
+            await super().run_healthcheck()
+        finally:
+            await self._docker("network", "disconnect", "--force", self._setup_network, self._container)
+        # Asked of the engine, not believed: with a way out left, nothing of the agent may start.
+        container = await asyncio.to_thread(inspect, "container", self._container) or {}
+        if self._setup_network in container.get("NetworkSettings", {}).get("Networks", {self._setup_network: None}):
+            raise HealthcheckError(f"network {self._setup_network} is still attached after the task's set-up")
 
     @override
     async def prepare_logs_for_host(self) -> None:
@@ -137,6 +204,35 @@ class Sandbox(DockerEnvironment):
         output, _ = await process.communicate()
         return process.returncode == 0 and {line.split()[1] for line in output.splitlines()[1:]} <= {b"0"}
 
+    async def _is_running(self) -> bool:
+        process = await asyncio.create_subprocess_exec(
+            "docker", "container", "inspect", "--format", "{{.State.Running}}", self._container,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        return output.strip() == b"true"
+
+    async def _watch_disk(self) -> None:
+        """End the sandbox when it has written more than it may, in its own layer and in the mounted folders.
+
+        The engine's own quota needs a file system with project quotas, which most hosts do not have.
+        """
+        while True:
+            await asyncio.sleep(DISK_LOOK_S)
+            container = await asyncio.to_thread(self._measured)
+            written = container + await asyncio.to_thread(size_bytes, self.trial_paths.trial_dir)
+            if written > self._disk_bytes:
+                self._over_disk = True
+                self.logger.warning("%s has written %d bytes and is ended", self._container, written)
+                await self._docker("container", "kill", self._container)
+                return
+
+    def _measured(self) -> int:
+        try:
+            return int(docker("container", "inspect", "--size", "--format", "{{.SizeRw}}", self._container))
+        except (DockerError, ValueError):  # it is gone already, or the engine is busy: the next look tells
+            return 0
+
     async def _docker(self, *arguments: str) -> int:
         process = await asyncio.create_subprocess_exec(
             "docker", *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
@@ -149,6 +245,16 @@ async def _read_bounded(stream: asyncio.StreamReader | None) -> bytes:
     while stream is not None and (chunk := await stream.read(65536)):
         kept += chunk[: MAX_OUTPUT_BYTES - len(kept)]
     return bytes(kept)
+
+
+def size_bytes(folder: Path) -> int:
+    """Bytes on disk of all files below the folder, following no link; what vanishes meanwhile counts nothing."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
 
 
 def clear(folder: Path) -> None:
@@ -217,9 +323,12 @@ def overlay(cfg: Recipe, run_name: str, network: str) -> str:
 
 
 def bounded(
-    build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, overlay_path: Path
+    build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, overlay_path: Path, setup_network: str | None = None
 ) -> Callable[..., TrialConfig]:
-    """OpenEnv's ``build_trial_config`` with the recipe's time bounds and, for docker, our sandbox."""
+    """OpenEnv's ``build_trial_config`` with the recipe's time bounds and, for docker, our sandbox.
+
+    Args: setup_network: a Docker network with a way out, for the tasks' own set-up.
+    """
 
     def build_bounded(**kwargs: Any) -> TrialConfig:
         trial = build(**kwargs)
@@ -227,7 +336,12 @@ def bounded(
         trial.verifier.override_timeout_sec = cfg.rollout.verifier_timeout_s
         if trial.environment.type is EnvironmentType.DOCKER:
             trial.environment.import_path = f"{__name__}:{Sandbox.__name__}"
-            trial.environment.kwargs = {"run_path": str(run.path), "start_timeout_s": cfg.rollout.setup_timeout_s}
+            trial.environment.kwargs = {
+                "run_path": str(run.path),
+                "start_timeout_s": cfg.rollout.build_timeout_s,
+                "disk_mb": cfg.env.sandbox_disk_mb,
+                "setup_network": setup_network,
+            }
             trial.environment.extra_docker_compose = [overlay_path]
         return trial
 

@@ -21,7 +21,7 @@ from services.common import run_dir
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker
 from services.env.ledger import Ledger
-from services.env.sweep import LABEL, PROJECT_LABEL, sweep
+from services.env.sweep import LABEL, PROJECT_LABEL
 
 STACK_PROJECT = "opencode-rl"
 
@@ -29,35 +29,35 @@ STACK_PROJECT = "opencode-rl"
 class OperatorRoutes:
     """An ASGI application with the two routes in front of it.
 
-    Args: live: Compose projects of the sandboxes that rollouts of this process are using now.
+    Args: sweep: removes what nobody uses, and returns how many.
     """
 
-    def __init__(self, app: ASGIApp, run: RunDir, live: Callable[[], set[str]]) -> None:
+    def __init__(self, app: ASGIApp, run: RunDir, sweep: Callable[[], int]) -> None:
         self._app = app
         self._run = run
-        self._live = live
+        self._sweep = sweep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = (scope.get("method"), scope.get("path"))
         if call == ("GET", "/state"):
-            answer = JSONResponse(await run_in_threadpool(state, self._run, self._live()))
+            answer = JSONResponse(await run_in_threadpool(state, self._run))
         elif call == ("POST", "/sweep"):
-            answer = await run_in_threadpool(self._sweep)
+            answer = await run_in_threadpool(self._swept)
         else:
             await self._app(scope, receive, send)
             return
         await answer(scope, receive, send)
 
-    def _sweep(self) -> JSONResponse:
+    def _swept(self) -> JSONResponse:
         try:
-            return JSONResponse({"removed": sweep(self._run, self._live())})
-        except DockerError as error:
+            return JSONResponse({"removed": self._sweep()})
+        except (DockerError, OSError) as error:
             return JSONResponse({"error": str(error)}, status_code=503)
 
 
-def state(run: RunDir, live: set[str]) -> dict[str, Any]:
+def state(run: RunDir) -> dict[str, Any]:
     """Containers and networks of the stack and the run's sandboxes, the ledger's open entries, and our own stacks."""
-    found: dict[str, Any] = {"at": run_dir.utc_now(), "sandboxes_in_use": sorted(live)}
+    found: dict[str, Any] = {"at": run_dir.utc_now()}
     for what, kind, label in (
         ("stack", "container", f"{PROJECT_LABEL}={STACK_PROJECT}"),
         ("sandboxes", "container", f"{LABEL}={run.path.name}"),

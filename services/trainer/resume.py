@@ -163,7 +163,7 @@ def _check_recipe(found: Checkpoint, state: dict[str, Any], cfg: Recipe) -> None
     if changed := [key for key in now if then.get(key) != now[key]]:
         was = ", ".join(f"{key} was {then.get(key)!r}, is {now[key]!r}" for key in changed)
         raise RecipeError(
-            f"checkpoint-{found.step} was made with another recipe: {was}; resume with the run's own, or start a new one"
+            f"checkpoint-{found.step} was made with another recipe: {was}; resume with that one, or start a new run"
         )
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -47,12 +49,15 @@ num_generations = 4
 max_inflight = 8
 max_tool_calling_iterations = 6
 agent_timeout_s = {AGENT_TIMEOUT_S}
-setup_timeout_s = 90
-verifier_timeout_s = 60
+build_timeout_s = 60
+setup_timeout_s = 80
+verifier_timeout_s = 50
 outer_timeout_s = 500
 [env]
 sandbox_memory_mb = 1024
 sandbox_pids = 128
+sandbox_disk_mb = 2500
+healthcheck_internet = true
 [evaluator]
 watch_tasks = 4
 final_tasks = 4
@@ -60,7 +65,7 @@ final_tasks = 4
 
 # What a hostile agent looks for, in the sandbox's own Python; every line that is printed is a finding.
 PROBE = """
-import http.client, os, socket
+import glob, http.client, os, re, socket
 def opens(host, port):
     try: socket.create_connection((host, port), 2).close(); return True
     except OSError: return False
@@ -77,6 +82,9 @@ for method, path in [("GET", "/sessions"), ("POST", "/sessions"), ("GET", "/docs
 print("OWN HEALTH", ask("GET", "/health"))
 print("NO KEY", ask("POST", "/v1/chat/completions"))
 print("OTHER KEY", ask("POST", "/v1/chat/completions", **{"x-api-key": "s" + "0" * 24}))
+for path in glob.glob(os.path.expanduser("~/.config/opencode/*.json")):
+    for key in set(re.findall('"apiKey": *"([^"]+)"', open(path).read())): print("KEY", key)
+print("NETWORKS", open("/workdir/networks.txt").read().split(), sorted(os.listdir("/sys/class/net")))
 print("SOCKET", [p for p in ("/var/run/docker.sock", "/run/docker.sock") if os.path.exists(p)])
 print("VARIABLES", sorted(n for n in os.environ if "TOKEN" in n or "SECRET" in n or n in ("RECIPE", "RUNS_DIR")))
 print("UID", os.getuid(), "SUDO", os.system("su -c true root < /dev/null > /dev/null 2>&1") == 0)
@@ -131,10 +139,11 @@ class Stack:
             "--init", "--volume", f"{ROOT}/services:/app/services:ro", "--volume", f"{ROOT}/data:{ROOT}/data:ro",
             "--volume", f"{ROOT}/tests:/tests:ro", "--volume", f"{self.runs}:{self.runs}",
             "--env", f"RECIPE={self.runs}/recipe.toml", "--env", f"RUNS_DIR={self.runs}",
-            "--env", f"TASKS_DIR={ROOT}/data/tasks",
+            "--env", f"TASKS_DIR={self.runs}/tasks",
         ]  # fmt: skip
 
     def up(self) -> None:
+        self.write_tasks()
         (self.runs / "recipe.toml").write_text(RECIPE.format(run=self.name))
         docker("network", "create", self.network("control"))
         docker("network", "create", "--internal", self.network("train"))
@@ -143,6 +152,12 @@ class Stack:
             self.network("sandboxes"),
         )  # fmt: skip
         self.start_env()
+
+    def write_tasks(self) -> None:
+        """The smoke suites; the set-up of TASK also notes which networks it had."""
+        shutil.copytree(ROOT / "data/tasks/smoke", self.runs / "tasks/smoke")
+        path = self.runs / "tasks/smoke/train" / TASK.name / "task.toml"
+        path.write_text(path.read_text().replace("cd /workdir\n", "cd /workdir\nls /sys/class/net > networks.txt\n", 1))
 
     def start_env(self) -> None:
         docker(
@@ -202,6 +217,24 @@ class Stack:
         wait_for(lambda: "opencode" in self.sandbox_processes(), START_LIMIT_S)
         return driver
 
+    def kill_the_sandbox_that(self, runs: str) -> None:
+        """Kill the first sandbox in which this command runs, as the kernel would: from the host."""
+        until = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < until:
+            for container in self.sandboxes():
+                if runs in docker("top", container, "-eo", "pid,args", check=False):
+                    docker("kill", container)
+                    return
+            time.sleep(0.5)
+
+    def control(self, method: str, path: str) -> str:
+        """Ask env's control plane, from inside env."""
+        call = (
+            f"import urllib.request as r; asked = r.Request('http://env-control:8100{path}', method='{method}'); "
+            "print(r.urlopen(asked, timeout=60).read().decode())"
+        )
+        return docker("exec", f"{self.name}-env", "python", "-c", call)
+
     def logs(self) -> str:
         command = ["docker", "logs", "--tail", "40", f"{self.name}-env"]
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
@@ -224,6 +257,7 @@ class Stack:
             docker("rm", "--force", *containers)
         for kind in ("control", "train", "sandboxes"):
             docker("network", "rm", self.network(kind), check=False)
+        docker("network", "rm", "opencode-rl-setup", check=False)
 
 
 def wait_for(condition: Any, limit_s: float) -> None:
@@ -314,6 +348,23 @@ def test_sandbox_reaches_its_own_model_calls_and_nothing_else(stack: Stack, outc
     assert "UID 10002 SUDO False" in findings
 
 
+def test_task_s_own_set_up_has_a_way_out_and_the_agent_has_none(stack: Stack, outcomes: dict[str, Any]) -> None:
+    """FineEnvs' tasks fetch their data in the healthcheck; env.healthcheck_internet grants a network for that time."""
+    (line,) = [line for line in stack.tool_results("probe").split("\n") if line.startswith("NETWORKS")]
+    assert line == "NETWORKS ['eth0', 'eth1', 'lo'] ['eth0', 'lo']"
+
+
+def test_session_key_dies_with_its_session(stack: Stack, outcomes: dict[str, Any]) -> None:
+    (key,) = [line.split()[1] for line in stack.tool_results("probe").split("\n") if line.startswith("KEY")]
+    call = (
+        "import http.client; c = http.client.HTTPConnection('capture', 8101, timeout=5); "
+        f"c.request('POST', '/v1/chat/completions', body='{{}}', headers={{'x-api-key': '{key}'}}); "
+        "print(c.getresponse().status)"
+    )
+    out = docker("run", "--rm", "--network", stack.network("sandboxes"), IMAGE, "python", "-c", call)
+    assert out.strip() == "401"
+
+
 def test_reward_cannot_be_forged(stack: Stack, outcomes: dict[str, Any]) -> None:
     assert (outcomes["forge"]["cause"], outcomes["forge"]["reward"]) == (None, 0.0)
     assert not (stack.run.path / "forged.json").exists()
@@ -340,6 +391,7 @@ def test_planted_token_is_in_no_file_of_the_run(stack: Stack, outcomes: dict[str
     files = [path for path in stack.run.path.rglob("*") if path.is_file()]
     assert len(files) > len(outcomes)
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in stack.logs()
 
 
 def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack) -> None:
@@ -349,6 +401,52 @@ def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack)
     assert (outcomes["beside"]["cause"], outcomes["beside"]["reward"]) == (None, 1.0)
     assert outcomes["exhaust"]["reward"] in (None, 0.0)
     wait_for(lambda: not stack.sandboxes(), 20)
+
+
+def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounded(stack: Stack) -> None:
+    fill = "for n in 1 2 3 4 5 6 7 8 9 10; do head -c 1000000000 /dev/zero > fill$n; done; sleep 600"
+    policies = {
+        "disk": stack.policy("disk", fill),
+        "output": stack.policy("output", "yes | head -c 2000000000; sleep 1"),
+        "lost": stack.policy("lost", "sleep 601"),
+    }
+    watcher = threading.Thread(target=stack.kill_the_sandbox_that, args=("sleep 601",), daemon=True)
+    watcher.start()
+    outcomes = stack.rollouts(**policies)
+    assert outcomes["disk"]["cause"] == outcomes["lost"]["cause"] == "sandbox_lost", outcomes
+    assert "env.sandbox_disk_mb = 2500" in outcomes["disk"]["error"]
+    assert outcomes["output"]["reward"] in (None, 0.0)
+    wait_for(lambda: not stack.sandboxes(), 30)
+    memory = docker("stats", "--no-stream", "--format", "{{.MemUsage}}", f"{stack.name}-env")
+    assert "GiB /" not in memory, f"env holds {memory}"
+    assert sum(path.stat().st_size for path in stack.run.path.rglob("*") if path.is_file()) < 2**30
+
+
+def test_engine_s_view_of_the_run_is_had_from_env_and_a_sweep_spares_what_is_used(stack: Stack) -> None:
+    driver = stack.start_rollout("used", stack.policy("used", "sleep 600"))
+    docker("run", "--detach", "--label", f"opencode-rl.run={stack.name}", IMAGE, "sleep", "600")
+    state = json.loads(stack.control("GET", "/state"))
+    assert len(state["sandboxes"]) == 2 and len(state["ledger_open"]) == 1
+    assert any("control-server" in name for name in state["env_stacks"])
+    assert SECRET not in json.dumps(state)
+    assert json.loads(stack.control("POST", "/sweep")) == {"removed": 1}
+    assert len(stack.sandboxes()) == 1
+    docker("rm", "--force", driver)
+    wait_for(lambda: not stack.sandboxes(), 30)
+
+
+def test_no_image_was_built_with_a_secret() -> None:
+    """Layers: the commands that made them, the environment that they leave, and files that a token is kept in."""
+    for name in ("policy", "trainer", "env", "tools", "sandbox"):
+        image = f"local/opencode-rl-{name}:cpu"
+        told = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
+        told += docker("inspect", "--format", "{{json .Config}}", image)
+        for word in ("HF_TOKEN", "hf_token", "API_KEY", "PASSWORD", "_SECRET"):
+            assert word not in told, f"{image}: {word}"
+        kept = ("-path '*huggingface/token'", "-name .netrc", "-path '*/run/ca.crt'")
+        find = f"find / -xdev -size +0 \\( {' -o '.join(kept)} \\)"
+        found = docker("run", "--rm", "--network", "none", "--user", "root", image, "bash", "-c", find)
+        assert found == "", image
 
 
 def test_rollout_of_a_killed_client_ends(stack: Stack) -> None:

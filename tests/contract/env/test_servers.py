@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
 from services.common.tasks import load_suite
 from services.env import app, http
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
@@ -112,7 +113,7 @@ def provider(cfg: Recipe) -> SuiteProvider:
 
 def test_task_api_serves_the_pinned_tasks_in_order(cfg: Recipe, provider: SuiteProvider) -> None:
     pinned = load_suite(TASKS, cfg.tasks.train)
-    with TestClient(app.control_app(cfg)) as client:
+    with TestClient(app.control_app(cfg, RunDir(Path("/nowhere")))) as client:
         assert client.get("/health").status_code == 200
         assert client.get("/harbor_env/splits").json() == [
             {"name": cfg.tasks.train, "num_tasks": len(pinned)},
@@ -124,7 +125,7 @@ def test_task_api_serves_the_pinned_tasks_in_order(cfg: Recipe, provider: SuiteP
 
 
 def test_control_plane_has_no_web_pages(cfg: Recipe, provider: SuiteProvider) -> None:
-    with TestClient(app.control_app(cfg)) as client:
+    with TestClient(app.control_app(cfg, RunDir(Path("/nowhere")))) as client:
         assert client.get("/web").status_code == 404
 
 

@@ -56,6 +56,15 @@ def test_ledger_finds_a_container_that_never_got_its_label(engine: Engine, run: 
     assert Ledger(run.ledger).open_projects() == []
 
 
+def test_sandboxes_in_use_stay_with_their_ledger_entries(engine: Engine, run: RunDir) -> None:
+    for project in ("used", "orphan"):
+        Ledger(run.ledger).record("intent", project)
+    engine.holds({name: {LABEL: "mine", PROJECT_LABEL: name} for name in ("used", "orphan", "unknown")})
+    assert sweep(run, keep={"used"}) == 2
+    assert engine.left() == {"used"}
+    assert Ledger(run.ledger).open_projects() == ["used"]
+
+
 def test_networks_of_open_sandboxes_go_and_the_shared_one_stays(engine: Engine, run: RunDir) -> None:
     Ledger(run.ledger).record("intent", "project-1")
     engine.holds({}, {"n1": {PROJECT_LABEL: "project-1"}, "shared": {PROJECT_LABEL: "opencode-rl"}})
