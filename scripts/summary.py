@@ -63,6 +63,7 @@ def build(view: RunView) -> dict[str, Any]:
         "sync": {"count": len(syncs), "mean_s": mean(syncs), "max_s": max(syncs, default=None)},
         "step_s": {name: mean(values(view.metrics, key)) for name, key in STEP_PARTS.items()},
         "wall_s": dict(view.timings),
+        "costs": view.costs,
         "sandbox_overhead_s": sandbox_overhead(view.run),
         "evaluation": view.evaluation,
         "best": view.curve["best"] if view.curve else None,
@@ -175,8 +176,16 @@ def training_table(found: dict[str, Any], cfg: Recipe | None) -> Table:
             (f"importance ratio at staleness 0{bounds}", _shown_spread(found["ratio"]["at_staleness_0"])),
             ("importance ratio, all steps", _shown_spread(found["ratio"]["all"])),
             ("weight sync: mean, longest", f"{shown(sync['mean_s'], 2, ' s')}, {shown(sync['max_s'], 2, ' s')}"),
+            *cost_row(found["costs"]),
         ],
     )  # fmt: skip
+
+
+def cost_row(costs: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Nothing for a run that cost nothing, as on a machine of one's own."""
+    if not costs or not costs["usd"]:
+        return []
+    return [("dollars: all, a step", f"{costs['usd']:.2f}, {shown(costs.get('usd_per_step'))}")]
 
 
 def _shown_spread(spread: dict[str, Any]) -> str:

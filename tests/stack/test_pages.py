@@ -137,7 +137,8 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         os.chmod(folder, 0o777)
     subprocess.run(
         ["docker", "run", "--rm", "--network", "none", "--volume", f"{runs}:/runs",
-         "--volume", f"{ROOT}/data/recipes/smoke.toml:/recipe.toml:ro", IMAGE, "python", "-c", SEND, f"/runs/{run.path.name}"],
+         "--volume", f"{ROOT}/data/recipes/smoke.toml:/recipe.toml:ro",
+         IMAGE, "python", "-c", SEND, f"/runs/{run.path.name}"],
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert run_dir.read_json(run.path / "tracker.json") == {"step": 4}

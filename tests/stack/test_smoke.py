@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from services.common import run_dir
+from scripts.traces import __main__ as traces
+from scripts.traces import reader
+from services.common import metrics, run_dir
 from services.common.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +66,25 @@ def test_training_ended_and_every_step_was_recorded(smoke: RunDir) -> None:
     lines = run_dir.read_lines(smoke.metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["weight_sync/version"] == line["step"] + 1 for line in lines)
+
+
+def test_every_number_of_a_step_is_described_in_the_docs(smoke: RunDir) -> None:
+    keys = {key for line in run_dir.read_lines(smoke.metrics) for key in line} - {"step", "time_s"}
+    assert {key for key in keys if metrics.describe(key)[0] not in metrics.STEP} == set()
+
+
+def test_every_step_was_sent_to_the_local_tracker(smoke: RunDir) -> None:
+    assert run_dir.read_json(smoke.path / "tracker.json") == {"step": STEPS}
+    assert (smoke.path.parent / run_dir.TRACKIO / "opencode-rl.db").stat().st_size > 0
+
+
+def test_every_rollout_can_be_read_with_its_tokens_in_words(smoke: RunDir) -> None:
+    tokenizer = traces.tokenizer_of(smoke)
+    assert tokenizer is not None and tokenizer.is_file()
+    path = traces.write(smoke, reader.choose(smoke), reader.TokenText(tokenizer), total=1)
+    text = path.read_text(encoding="utf-8")
+    assert "cannot be read" not in text and "&lt;|tool_call_start|&gt;" in text
+    assert text.count('class="rollout"') == len(list(smoke.rollouts.glob("*.json.zst")))
 
 
 def test_what_is_trained_is_what_was_sampled(smoke: RunDir) -> None:

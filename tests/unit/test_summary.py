@@ -174,3 +174,9 @@ def test_the_newest_run_is_taken_unless_one_is_named(tmp_path: Path, monkeypatch
     assert run_view.find_run() == new
     with pytest.raises(RecipeError, match=r"run nope is not in .*; there: a-new, b-old"):
         run_view.find_run("nope")
+
+
+def test_cost_is_a_row_of_a_run_that_cost_something() -> None:
+    costs = {"usd": 12.345, "usd_per_step": 0.5, "gpu_hours": 1.0, "sandbox_minutes": 3.0}
+    assert summary.cost_row(costs) == [("dollars: all, a step", "12.35, 0.500")]
+    assert summary.cost_row({**costs, "usd": 0.0}) == summary.cost_row(None) == []
