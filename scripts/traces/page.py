@@ -125,7 +125,8 @@ def _facts(record: Mapping[str, Any]) -> Html:
         "model calls beyond the budget": record.get("budget_stops") or None,
         "ended": record["at"],
     }
-    rows = ((tag("dt", name), tag("dd", printable(str(value), 2_000))) for name, value in known.items() if value is not None)
+    shown_facts = {name: printable(str(value), 2_000) for name, value in known.items() if value is not None}
+    rows = ((tag("dt", name), tag("dd", value)) for name, value in shown_facts.items())
     return tag("dl", *(cell for row in rows for cell in row))
 
 
