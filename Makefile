@@ -15,9 +15,12 @@ DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
 
 ##@ Run
-.PHONY: smoke train resume eval status dash traces doctor logs down purge
+.PHONY: smoke learn train resume eval status dash traces doctor logs down purge
 smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
+
+learn: images $(VENV)/ready ## A reward curve that rises, on a CPU: SEEDS=1,2,3; CONTROL=shuffled-rewards|no-learning-rate|no-sync
+	$(RUN) scripts.learn
 
 train: images $(VENV)/ready ## Train RECIPE with VARIANT=cpu|cuda, evaluate, summary
 	$(RUN) scripts.run --variant $(VARIANT)

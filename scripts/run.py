@@ -7,10 +7,10 @@ The stack itself is compose.yaml; this adds the order in time and the view. Ctrl
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ import typer
 from scripts import progress, run_recipe, run_view, summary
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import ROOT, Stack, check_variant, console, folder
+from scripts.stack import Stack, check_variant, console, folder, git_revision
 from services.common import recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
@@ -27,6 +27,14 @@ from services.common.run_dir import RunDir
 from services.trainer.supervise import Attempts
 
 POLL_S = 3.0
+
+
+class Watch(StrEnum):
+    """Whether and when each checkpoint is evaluated, not only the last."""
+
+    NO = ""
+    BESIDE = "1"
+    AFTER = "after"
 
 
 class Timings:
@@ -51,8 +59,8 @@ def run(
     variant: Annotated[str, typer.Option(help="cpu or cuda: which images, with or without GPUs")] = "cpu",
     evaluate: Annotated[bool, typer.Option(help="evaluate base and final adapter after training")] = True,
     watch: Annotated[
-        bool, typer.Option(envvar="WATCH", help="evaluate every checkpoint while training goes on")
-    ] = False,
+        Watch, typer.Option(envvar="WATCH", help="evaluate every checkpoint: 1 while training goes on, or after it")
+    ] = Watch.NO,
     keep: Annotated[bool, typer.Option(help="leave the stack running at the end")] = False,
     resume: Annotated[
         bool, typer.Option(help="go on with the newest run, or with RUN_NAME, from its newest checkpoint")
@@ -62,7 +70,7 @@ def run(
     run_main(lambda: _run(variant, evaluate, watch, keep, resume))
 
 
-def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume: bool) -> int:
+def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -> int:
     check_variant(variant)
     runs_dir = folder("RUNS_DIR", "runs")
     if resume:
@@ -82,7 +90,7 @@ def _run(variant: str, evaluate: bool, watch: bool, keep: bool, resume: bool) ->
         "RUNS_DIR": str(runs_dir),
         "TASKS_DIR": str(tasks_dir),
         "RECIPE": str(Path(os.environ["RECIPE"]).resolve()),
-        "GIT_REVISION": _git_revision(),
+        "GIT_REVISION": git_revision(),
     }
     timings = Timings(this.path / "timings.json")
     with signals.stop_event() as stop:
@@ -119,14 +127,14 @@ def take_up(this: RunDir) -> None:
 
 
 def _phases(
-    cfg: Recipe, stack: Stack, this: RunDir, timings: Timings, stop: signals.StopFlag, evaluate: bool, watch: bool
+    cfg: Recipe, stack: Stack, this: RunDir, timings: Timings, stop: signals.StopFlag, evaluate: bool, watch: Watch
 ) -> int:
     console.print(f"Run [bold]{this.path.name}[/bold], recipe {os.environ['RECIPE']}, in {this.path}")
-    servers = ["policy", "env", *(["policy-eval"] if watch else [])]
+    servers = ["policy", "env", *(["policy-eval"] if watch == Watch.BESIDE else [])]
     with timings.phase("start", f"Starting {', '.join(servers)}"):
         stack("up", "--detach", "--wait", *servers)
     with timings.phase("train", "Training"):
-        stack("up", "--detach", "trainer", *(["evaluator"] if watch else []))
+        stack("up", "--detach", "trainer", *(["evaluator"] if watch == Watch.BESIDE else []))
         progress.follow(this, cfg, ended=lambda: stop.is_set() or stack.exit_code("trainer") is not None)
         if stop.is_set():
             console.print("[yellow]Stopping: the step ends, the adapter is saved[/yellow]")
@@ -141,6 +149,8 @@ def _phases(
         stack("up", "--detach", "--wait", "policy-eval")
     with timings.phase("eval", "Evaluating base and final adapter"):
         _wait_for_watcher(stack, stop)
+        if watch == Watch.AFTER and (code := stack.evaluator("watch")):
+            return code
         return stack.evaluator("final")
 
 
@@ -148,13 +158,6 @@ def _wait_for_watcher(stack: Stack, stop: signals.StopFlag) -> None:
     """It ends by itself after the last checkpoint; what it has computed, the final evaluation does not again."""
     while "evaluator" in stack.running() and not stop.wait(POLL_S):
         pass
-
-
-def _git_revision() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

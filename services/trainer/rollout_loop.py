@@ -15,6 +15,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, Rollo
 from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
 from services.common import signals
+from services.trainer import control
 from services.trainer.groups import ended_with_nothing, numbered
 from services.trainer.resume import Cursor
 
@@ -26,14 +27,24 @@ class RolloutLoop(_HarnessRolloutLoop):
         cursor: where the walk goes on.
         min_group_size: rollouts of a group that must be scored; fewer say nothing about each other.
         max_group_tries: how often a group with fewer is made before it is dropped.
+        shuffle_rewards: the recipe's ``control.shuffle_rewards``.
     """
 
-    def __init__(self, *, cursor: Cursor, min_group_size: int, max_group_tries: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        cursor: Cursor,
+        min_group_size: int,
+        max_group_tries: int,
+        shuffle_rewards: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         # A killed trainer must not leave a worker behind that goes on making rollouts for nobody.
         signals.die_with_parent()
         self._fresh = cursor.positions()
         self._again: deque[int] = deque()
+        self._shuffle_rewards = shuffle_rewards
         self._min_group_size = min_group_size
         self._max_group_tries = max_group_tries
         self._tries: Counter[int] = Counter()
@@ -50,6 +61,8 @@ class RolloutLoop(_HarnessRolloutLoop):
         if usable < self._min_group_size:
             return self._too_few(group.group_id)
         self._tries.pop(group.group_id, None)
+        if self._shuffle_rewards:
+            group.rollout_rewards = control.shuffled(group.rollout_rewards, group.group_id)
         samples = await super()._score_group(group)
         return list(numbered(samples)) or [ended_with_nothing(group.group_id)]
 

@@ -111,7 +111,7 @@ def build(
 
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, cpu, grpo
+    from services.trainer import attention, control, cpu, grpo
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
@@ -121,8 +121,11 @@ def build(
     from services.trainer.tool_calls import ToolCallCounts
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
+    from services.weight_sync.policy_server import PolicyServer
 
     peers = Peers.from_environment()
+    # At a resume the policy may have been killed too, and loads its weights while this process does.
+    PolicyServer(peers.policy_url, cfg.policy.served_model_name).wait_until_healthy(cfg.watchdog.start_limit_s / 2)
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
     if cfg.weight_sync.transport == "nccl":
@@ -149,6 +152,7 @@ def build(
         cursor=start.cursor,
         min_group_size=cfg.rollout.min_group_size,
         max_group_tries=cfg.rollout.max_group_tries,
+        shuffle_rewards=cfg.control.shuffle_rewards,
         **worker_arguments(cfg, peers.policy_url, factory, dataset, tokenizer),
     )
     samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
@@ -178,7 +182,8 @@ def build(
         disable_tqdm=True,
         model_init_kwargs={"revision": _hub_revision(cfg)} if cfg.model.source == "hub" else None,
     )
-    sync = weight_transfer(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
+    make_sync = control.DroppedSyncs if cfg.control.drop_syncs else weight_transfer
+    sync = make_sync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
     spending = Spending(cfg.costs, run)
     extra_metrics = [
         sync.metrics,

@@ -53,7 +53,7 @@ def phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     run = RunDir(tmp_path / "run")
     timings = script.Timings(run.path / "timings.json")
 
-    def call(stack: FakeStack, *, evaluate: bool = True, watch: bool = False) -> int:
+    def call(stack: FakeStack, *, evaluate: bool = True, watch: script.Watch = script.Watch.NO) -> int:
         cfg = recipe.load(Path(os.environ["RECIPE"]))
         return script._phases(cfg, stack, run, timings, StopFlag(), evaluate, watch)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def test_without_a_watcher_the_evaluation_has_the_machine_for_itself(phases: Any
 
 def test_a_watcher_starts_with_the_trainer_and_is_waited_for_before_the_final_evaluation(phases: Any) -> None:
     stack = FakeStack()
-    assert phases(stack, watch=True) == 0
+    assert phases(stack, watch=script.Watch.BESIDE) == 0
     assert stack.calls[:2] == [
         ("up", "--detach", "--wait", "policy", "env", "policy-eval"),
         ("up", "--detach", "trainer", "evaluator"),
@@ -82,7 +82,14 @@ def test_a_watcher_starts_with_the_trainer_and_is_waited_for_before_the_final_ev
     assert stack.calls[-1] == ("evaluator", "final")
 
 
+def test_checkpoints_can_be_evaluated_after_training_with_the_machine_for_themselves(phases: Any) -> None:
+    stack = FakeStack()
+    assert phases(stack, watch=script.Watch.AFTER) == 0
+    assert stack.calls[1:3] == [("up", "--detach", "trainer"), ("stop", "policy", "watchdog")]
+    assert stack.calls[-2:] == [("evaluator", "watch"), ("evaluator", "final")]
+
+
 def test_a_run_that_was_stopped_is_not_evaluated(phases: Any) -> None:
     stack = FakeStack(trainer_code=4)
-    assert phases(stack, watch=True) == 4
+    assert phases(stack, watch=script.Watch.BESIDE) == 4
     assert stack.calls[-1] == ("logs",)
