@@ -63,7 +63,7 @@ def test_the_trainer_takes_our_parts(name):
         ("_sync_weight_merged", ["t0"], "services/trainer/grpo.py overrides it so that no adapter is merged in place"),
         ("_streaming_iter", [], "weight_sync.mode = 'full' streams what it yields"),
         ("_sync_weight", [], "it logs perf/weight_sync_* from the three times that _sync_weight_merged returns"),
-        ("_save_checkpoint", ["model", "trial"], "services/trainer/train.py saves with it when a stop breaks a wait"),
+        ("_save_checkpoint", ["model", "trial"], "services/trainer/grpo.py adds the books on groups to what it saves"),
         ("get_train_dataloader", [], "services/trainer/staleness.py adds the policy version to its batches"),
         (
             "compute_loss", ["model", "inputs", "return_outputs", "num_items_in_batch"],
@@ -99,6 +99,28 @@ def test_a_checkpoint_holds_the_rollout_position():
     # It is written for this class of worker only.
     assert "isinstance(self.rollout_worker, AsyncRolloutWorker)" in saved
     assert issubclass(HarnessRolloutWorker, AsyncRolloutWorker)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("_repeat_iterator", []), ("_score_group", ["group"]), ("_push_metrics", ["values"])]
+)
+def test_the_loops_methods_that_we_override_or_call(method, expected):
+    found = parameters(getattr(_HarnessRolloutLoop, method))
+    assert found == expected, f"the rollout loop's {method} takes {found}: services/trainer/rollout_loop.py has its own"
+
+
+def test_the_loop_is_a_class_attribute_and_asks_for_groups_and_scores_where_ours_answers():
+    assert HarnessRolloutWorker._loop_cls is _HarnessRolloutLoop
+    assert "work_iter = self._repeat_iterator()" in source(_AsyncRolloutLoop._generate_loop)
+    assert "group_id, row = next(work_iter)" in source(_AsyncRolloutLoop._generate_loop)
+    assert "samples = await self._score_group(group)" in source(_AsyncRolloutLoop._score_loop)
+
+
+def test_a_resumed_trainer_takes_the_version_from_the_checkpoint_before_training_begins():
+    begin = source(AsyncGRPOTrainer._inner_training_loop)
+    assert begin.index('rollout_state.get("model_version", 0)') < begin.index("super()._inner_training_loop"), (
+        "services/trainer/grpo.py sets a higher version in on_train_begin, after this"
+    )
 
 
 def test_the_worker_needs_eos_token_ids_and_allows_8_model_calls_unless_told():
