@@ -71,8 +71,6 @@ class Places:
     tasks_dir: Path
     network: str
     """Docker network of the sandboxes; empty for backends without one."""
-    setup_network: str | None
-    """Docker network with a way out, for the time of a task's own set-up; None: the recipe grants none."""
     control_host: str
     """Our own name on the network of trainer and evaluator."""
     capture_host: str
@@ -80,6 +78,8 @@ class Places:
     capture_url: str
     """The capture proxy as a sandbox reaches it."""
     capture_port: int = CAPTURE_PORT
+    setup_network: str | None = None
+    """Docker network with a way out, for the time of a task's own set-up; None: the recipe grants none."""
 
     @property
     def is_public(self) -> bool:
