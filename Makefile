@@ -56,6 +56,32 @@ down: $(VENV)/ready ## Stop everything; runs stay
 purge: down ## Delete runs and images of this project (asks)
 	scripts/purge.sh
 
+##@ Hugging Face Jobs
+.PHONY: push hf-job hf-eval-job hf-logs hf-status hf-stop job-smoke
+# A Job runs the full recipe unless another is named.
+HF := RECIPE=$(if $(filter file,$(origin RECIPE)),data/recipes/lfm2.5-2.6b.toml,$(RECIPE)) $(RUN) scripts.hf_job
+push: $(VENV)/ready ## Build and push all images to REGISTRY=host/owner, by digest (VARIANT=cuda for Jobs)
+	$(RUN) scripts.push
+
+hf-job: $(VENV)/ready ## Train in a Job: ADAPTER_REPO=, MAX_STEPS=20 first; DRY_RUN=1 prints the payload, YES=1 asks nothing
+	$(HF) train
+
+hf-eval-job: $(VENV)/ready ## Evaluate every checkpoint of ADAPTER_REPO in a Job of its own
+	$(HF) eval
+
+hf-logs: $(VENV)/ready ## Follow the newest training Job, or RUN_NAME's, or JOB=id
+	$(HF) logs
+
+hf-status: $(VENV)/ready ## Jobs of this project, or of RUN_NAME
+	$(HF) status
+
+hf-stop: $(VENV)/ready ## Cancel the Jobs and sandboxes of RUN_NAME, or JOB=id (asks)
+	$(HF) stop
+
+job-smoke: docker $(VENV)/ready ## The smoke recipe in the job image: one container, the Jobs' own supervisord configuration
+	scripts/build_images.sh cpu default job
+	RECIPE=data/recipes/smoke.toml $(RUN) scripts.job_smoke
+
 ##@ Build
 .PHONY: docker images lock
 docker: ## Use the running Docker engine, or install and start one (Debian, root)

@@ -143,6 +143,20 @@ target "sandbox" {
   }
 }
 
+# A whole run in one image, for a Hugging Face Job; built on demand, since nothing else needs it.
+target "job" {
+  inherits   = ["_common"]
+  dockerfile = "images/job/Dockerfile"
+  target     = "job"
+  tags       = image("job")
+  contexts = {
+    trainer = "target:trainer"
+    env     = "target:env"
+    tools   = "target:tools"
+    uv      = "target:uv"
+  }
+}
+
 target "trainer-test" {
   inherits = ["trainer"]
   target   = "test"

@@ -36,7 +36,7 @@ export REVISION
 
 # The lock that an image was made from, as a label: a run's manifest names it.
 locks=()
-for image in policy trainer env tools sandbox; do
+for image in policy trainer env tools sandbox job; do
     lock=images/$image/requirements.$VARIANT.txt
     [ -e "$lock" ] || lock=images/$image/requirements.txt
     locks+=(--set "$image*.labels.opencode-rl.lock=sha256:$(sha256sum "$lock" | cut -d' ' -f1)")

@@ -58,6 +58,7 @@ lock images/sandbox/requirements.txt 3.11 --universal images/sandbox/requirement
 linux=(--python-platform x86_64-manylinux_2_31)
 lock images/env/requirements.txt 3.13 "${linux[@]}" images/env/requirements.in
 lock images/tools/requirements.txt 3.13 "${linux[@]}" images/tools/requirements.in
+lock images/job/requirements.txt 3.13 "${linux[@]}" images/job/requirements.in
 
 # lock_variant NAME PYTHON UV_ARGUMENT...: the trainer's lock, then the policy's. The trainer's layers go on top of
 # the policy's, so both take the versions that the trainer needs; of mcp they need different ones.

@@ -39,6 +39,15 @@ def folder(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or ROOT / default).resolve()
 
 
+def git_revision() -> str:
+    """Full commit of this tree; ``-dirty`` at its end: with changes that nobody else has."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return found.stdout.strip() or "unknown"
+
+
 class Stack:
     """``docker compose`` with this run's files and environment."""
 

@@ -1,4 +1,7 @@
-"""``python -m services.hub push | follow``: mirror a run to ADAPTER_REPO, once or while it goes on."""
+"""``python -m services.hub push | follow``: mirror a run to ADAPTER_REPO, once or while it goes on.
+
+``weights`` fetches the recipe's model at its commit into HF_HOME, for servers that download nothing themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,24 @@ from services.common import log, recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.hub.client import connect, messages
+from services.hub.client import connect, messages, patiently
 from services.hub.commits import FAILURES
 from services.hub.pushes import EVAL_RECORDS, RECORDS, Pusher, writer
 
 WAIT_FOR_WRITER_S = 60.0
+WEIGHT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""Of a model's repository; what it has besides is not read."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="services.hub", description=__doc__)
-    parser.add_argument("command", choices=("push", "follow"), help="once, or every EVERY seconds until SIGTERM")
+    parser.add_argument("command", choices=("push", "follow", "weights"))
     parser.add_argument("--eval-only", action="store_true", help="only eval/: where another machine trains the run")
     parser.add_argument("--every", type=float, default=60.0)
     arguments = parser.parse_args()
     cfg = recipe.from_environment()
+    if arguments.command == "weights":
+        return weights(cfg)
     run = RunDir.from_environment(cfg.run.name)
     repo = repository()
     log.setup("hub", run.path)
@@ -39,6 +46,19 @@ def repository() -> str:
     if not repo:
         raise RecipeError("ADAPTER_REPO is not set; it names the Hub repository of the run's adapters, owner/name")
     return repo
+
+
+def weights(cfg: Recipe) -> int:
+    """Raises: RecipeError: no commit is pinned, or it is not there. NotReadyError: the Hub does not answer."""
+    if cfg.model.source != "hub" or cfg.model.revision is None:
+        raise RecipeError(f"model.revision is {cfg.model.revision}; a Hub model needs its full 40-character commit")
+    api = connect()
+    with messages(cfg.model.id, api.endpoint, again="what was downloaded is kept"):
+        folder = patiently(api.snapshot_download)(
+            cfg.model.id, revision=cfg.model.revision, allow_patterns=list(WEIGHT_FILES)
+        )
+    print(f"{cfg.model.id} at {cfg.model.revision}: {folder}", flush=True)
+    return 0
 
 
 def push(pusher: Pusher, run: RunDir, cfg: Recipe, repo: str, eval_only: bool) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.common import log, recipe, run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
-from services.policy.argv import Device, Role, argv, environment, hub_revision
+from services.policy.argv import PORT, Device, Role, argv, environment, hub_revision
 from services.policy.reasoning import reasoning_flags
 
 SAMPLING_KEYS = (
@@ -30,12 +30,24 @@ def serve(role: Role) -> int:
     check_machine(device, Path("/proc/cpuinfo"))
     folder = check_model(cfg)
     reasoning = reasoning_flags(cfg.model_location(), hub_revision(cfg))
-    command = argv(cfg, role, device, reasoning=reasoning, python=sys.executable)
+    command = argv(cfg, role, device, reasoning=reasoning, python=sys.executable, listen=listen_address())
     variables = environment(cfg, role, device)
     record(cfg, role, device, folder, logger)
     logger.info("starting vLLM", extra={"argv": command[1:], "environment": variables})
     logging.shutdown()
     os.execvpe(command[0], command, {**os.environ, **variables})
+
+
+def listen_address() -> tuple[str, int]:
+    """POLICY_LISTEN, ``host:port``; where it is not set, all addresses of a container of our own.
+
+    Raises: RecipeError: another form.
+    """
+    value = os.environ.get("POLICY_LISTEN") or f"0.0.0.0:{PORT}"
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit():
+        raise RecipeError(f"POLICY_LISTEN is {value!r}; it must be host:port, such as 127.0.0.1:8001")
+    return host, int(port)
 
 
 def installed_device() -> Device:

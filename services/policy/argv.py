@@ -23,20 +23,26 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def argv(
-    recipe: Recipe, role: Role, device: Device, python: str = "python", reasoning: Sequence[str] = ()
+    recipe: Recipe,
+    role: Role,
+    device: Device,
+    python: str = "python",
+    reasoning: Sequence[str] = (),
+    listen: tuple[str, int] = ("0.0.0.0", PORT),
 ) -> list[str]:
-    """Command that serves the policy on port 8000.
+    """Command that serves the policy.
 
     ``train``: weights are replaced by the trainer's factors after each step, under one fixed model name.
     ``eval``: pristine base weights, adapters loaded at run time. Never both: an adapter over merged weights would
     apply the change twice.
     Args:
         reasoning: flags of the reasoning parser, for a model that needs one (``reasoning.reasoning_flags``).
+        listen: address and port; in a container that others share, not the ones that Compose expects.
         python: the interpreter; vLLM is started as a module, so that no console script has to be installed.
     """
     return [
         python, "-m", "vllm.entrypoints.cli.main", "serve", recipe.model_location(),
-        *_model(recipe),
+        *_model(recipe, *listen),
         *_fidelity(),
         *_tools(),
         *reasoning,
@@ -84,13 +90,13 @@ def hub_revision(recipe: Recipe) -> str | None:
     return recipe.model.revision
 
 
-def _model(recipe: Recipe) -> list[str]:
+def _model(recipe: Recipe, host: str, port: int) -> list[str]:
     revision = hub_revision(recipe)
     return [
         *(["--revision", revision] if revision else []),
         "--served-model-name", recipe.policy.served_model_name,
-        "--host", "0.0.0.0",
-        "--port", str(PORT),
+        "--host", host,
+        "--port", str(port),
         "--dtype", recipe.model.dtype,
         "--max-model-len", str(recipe.model.max_model_len),
         "--seed", str(recipe.run.seed),

@@ -82,6 +82,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
         FakeSandbox.created = []
         monkeypatch.setattr(hub_sandbox, "Sandbox", FakeSandbox)
         monkeypatch.setattr(HubSandbox, "rate", StartRate(6000), raising=False)
+        monkeypatch.setattr(HubSandbox, "live", {})
         yield started
     hub_sandbox._api.cache_clear()
     huggingface_hub.close_session()

@@ -1,0 +1,1 @@
+"""Hugging Face Jobs: what is submitted, and what is checked before."""
