@@ -58,6 +58,27 @@ def test_routes_that_drive_an_environment_do_not_exist(client: TestClient, path:
         pass
 
 
-def test_another_sites_page_cannot_use_it(client: TestClient) -> None:
-    answer = client.post("/web/gradio_api/queue/join", json={}, headers={"Origin": "https://example.org"})
-    assert answer.status_code == 403
+OTHERS = [
+    {"Origin": "https://example.org"},
+    {"Origin": "null"},
+    {"Host": "rebound.example.org:8100", "Origin": "http://rebound.example.org:8100"},
+]
+
+
+@pytest.mark.parametrize("headers", OTHERS, ids=["cross-site", "sandboxed", "rebound"])
+def test_another_sites_page_can_neither_use_the_pages_nor_drive_an_environment(
+    client: TestClient, headers: dict[str, str]
+) -> None:
+    for path in ("/web/gradio_api/queue/join", "/harbor_env/task_range", "/reset"):
+        assert client.post(path, json={}, headers=headers).status_code == 403
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/ws", headers=headers):
+        pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8100", "localhost:8100", "env-control:8100", "[::1]:8100"])
+def test_our_own_clients_and_pages_pass(client: TestClient, host: str, cfg: Recipe) -> None:
+    body = {"split": cfg.tasks.train, "start": 0, "stop": 1}
+    for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+        assert client.post("/harbor_env/task_range", json=body, headers=headers).status_code == 200
+        with client.websocket_connect("/ws", headers=headers) as socket:
+            socket.close()
