@@ -11,7 +11,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from openenv.core.env_server.http_server import create_app
@@ -132,7 +132,9 @@ def serve(cfg: Recipe, run: RunDir) -> int:
         key = secrets.token_urlsafe(24)
         data_plane = DataPlane(service.capture.app)
         servers = [
-            Server("capture", public.Mounted(data_plane, key) if places.is_public else data_plane, capture_socket)
+            Server(
+                "capture", public.Mounted(data_plane, key) if places.is_public else data_plane, capture_socket, "auto"
+            )
         ]
         try:
             if places.is_public:
@@ -244,7 +246,8 @@ def control_app(cfg: Recipe, run: RunDir, tasks_dir: Path | None = None) -> Any:
         ),
         **({} if tasks_dir is None else web.pages(tasks_dir, [cfg.tasks.train, cfg.tasks.heldout])),
     )
-    return OperatorRoutes(CancelOnDisconnect(web.ReadOnlyPages(app)), run, functools.partial(sweep_backend, cfg, run))
+    app = OperatorRoutes(CancelOnDisconnect(app), run, functools.partial(sweep_backend, cfg, run))
+    return web.ReadOnlyPages(app)
 
 
 # --- Engine and listeners -----------------------------------------------------------------------------------------
@@ -287,11 +290,15 @@ def bind(host: str, port: int) -> socket.socket:
 class Server:
     """One uvicorn server in a thread of its own, so that neither listener waits for the other's work."""
 
-    def __init__(self, name: str, app: Any, listener: socket.socket) -> None:
+    def __init__(
+        self, name: str, app: Any, listener: socket.socket, loop: Literal["asyncio", "auto"] = "asyncio"
+    ) -> None:
+        """Args: loop: ``auto`` is uvloop, which is faster; Harbor's subprocesses, of the control plane, are asyncio's."""
         self._name = name
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                loop=loop,
                 lifespan="on",
                 log_config=None,
                 access_log=False,
