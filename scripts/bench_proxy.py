@@ -105,7 +105,9 @@ class Stub:
         turn = body.count(b'"role":"assistant"') + body.count(b'"role": "assistant"')
         start = PROMPT_TOKENS + turn * TURN_TOKENS
         sampled = self._ids[start : start + SAMPLED_TOKENS]
-        entries = [{"token": f"token_id:{i}", "logprob": -0.25, "bytes": None, "top_logprobs": []} for i in sampled]
+        entries: list[dict[str, Any]] = [
+            {"token": f"token_id:{i}", "logprob": -0.25, "bytes": None, "top_logprobs": []} for i in sampled
+        ]
         choice = {
             "index": 0, "finish_reason": "stop", "logprobs": {"content": entries}, "token_ids": sampled,
             "message": {"role": "assistant", "content": "HELD", "tool_calls": []},
@@ -169,7 +171,7 @@ def serve_proxy(pipe: Connection, stub_url: str) -> None:
     os.environ |= {"TASKS_DIR": "/nowhere", "SANDBOX_NETWORK": "none"}  # a rollout would need them
     service = app.capture_service(cfg, app.Places.from_environment(cfg))
     listener = app.bind("127.0.0.1", 0)
-    server = app.Server("capture", DataPlane(service.capture.app), listener)
+    server = app.Server("capture", DataPlane(service.capture.app), listener, "auto")
     registry, pool = service.capture.registry, service.capture.app.state.upstreams
     upstream = Upstream(llm_url=f"{stub_url}/v1", model="policy")
     _, level = asyncio.run(pool.resolve(upstream))

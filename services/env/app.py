@@ -131,11 +131,8 @@ def serve(cfg: Recipe, run: RunDir) -> int:
         service = capture_service(cfg, places)
         key = secrets.token_urlsafe(24)
         data_plane = DataPlane(service.capture.app)
-        servers = [
-            Server(
-                "capture", public.Mounted(data_plane, key) if places.is_public else data_plane, capture_socket, "auto"
-            )
-        ]
+        plane = public.Mounted(data_plane, key) if places.is_public else data_plane
+        servers = [Server("capture", plane, capture_socket, "auto")]
         try:
             if places.is_public:
                 public.preflight(places.capture_url, key)
@@ -293,7 +290,7 @@ class Server:
     def __init__(
         self, name: str, app: Any, listener: socket.socket, loop: Literal["asyncio", "auto"] = "asyncio"
     ) -> None:
-        """Args: loop: ``auto`` is uvloop, which is faster; Harbor's subprocesses, of the control plane, are asyncio's."""
+        """Args: loop: ``auto`` is uvloop, which is faster; the control plane's subprocesses are asyncio's."""
         self._name = name
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -118,6 +118,7 @@ def build(
     from services.trainer.session import HarborSessionFactory
     from services.trainer.spending import Spending
     from services.trainer.sync import weight_transfer
+    from services.trainer.throughput import PolicyLoad
     from services.trainer.tool_calls import ToolCallCounts
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
@@ -185,10 +186,12 @@ def build(
     make_sync = control.DroppedSyncs if cfg.control.drop_syncs else weight_transfer
     sync = make_sync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
     spending = Spending(cfg.costs, run)
+    load = PolicyLoad(peers.policy_url)
     extra_metrics = [
         sync.metrics,
         RolloutCounts(run, cfg).metrics,
         ToolCallCounts(peers.policy_url).metrics,
+        load.metrics,
         pushes.metrics,
         spending.metrics,
     ]
@@ -228,6 +231,7 @@ def build(
         base_weight=functools.partial(base_weight, trainer.model),
         canary=Canary(prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff),
     )
+    load.start()
     return trainer, len(rows)
 
 
