@@ -37,8 +37,11 @@ class CheckpointPushes(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         return {} if self._pushes is None else self._pushes.metrics()
 
-    def flush(self, pulse: Pulse) -> None:
-        """At the end of training, however it ended: wait for what is left, ``push.flush_s`` at most."""
-        if self._pushes is not None:
+    def flush(self, pulse: Pulse, *, wait: bool = True) -> None:
+        """At the end of training: wait for what is left, ``push.flush_s`` at most.
+
+        Args: wait: False where this process is asked to end; its parent pushes what is left.
+        """
+        if self._pushes is not None and wait:
             pulse.set("pushing")
             self._pushes.close(self._flush_s)

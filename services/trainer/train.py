@@ -50,7 +50,7 @@ def main() -> int:
             try:
                 return _train(trainer, run, pulse, logger)
             finally:
-                pushes.flush(pulse)
+                pushes.flush(pulse, wait=not stop.is_set())
 
 
 def _train(trainer: Any, run: RunDir, pulse: health.Pulse, logger: Any) -> int:
