@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 from docker.errors import ImageNotFound
 
 from scripts.checks import Check, bad_recipe, not_ready, ok, skipped, warn
+from scripts.doctor import data
 from scripts.doctor.setup import Setup, output_of, pinned
 from scripts.stack import ROOT
 from services.common import tasks
@@ -45,6 +46,8 @@ def trainer_facts(setup: Setup) -> Facts:
         setup.engine.images.get(image)
     except ImageNotFound:
         return {"skipped": f"image {image} is not there"}
+    if (found := data.model(setup)).state == "fail":
+        return {"skipped": f"the model is not there to be tried: {found.found}"}
     cfg = setup.cfg
     location = f"/models/{cfg.model.id}" if cfg.model.source == "local" else cfg.model.id
     revision = "" if cfg.model.source == "local" else cfg.model.revision or ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from scripts import checks
 from scripts.checks import Check
 from scripts.doctor import data, hub, images, machine, pitfalls, policy
 from scripts.doctor.setup import Setup
+from services.common.errors import MachineError, StackError
 
 MACHINE = (
     machine.engine,
@@ -51,6 +53,16 @@ def examine(setup: Setup) -> list[Check]:
         facts = pool.submit(pitfalls.trainer_facts, setup)
         answers = pool.submit(policy.ask, setup)
         remote = pool.submit(hub.checks, setup)
-        found = [check(setup) for check in (*MACHINE, *DATA, *IMAGES)]
-        found += [check(setup, facts.result()) for check in pitfalls.ALL]
+        found = [_done(check, setup) for check in (*MACHINE, *DATA, *IMAGES)]
+        found += [_done(check, setup, facts.result()) for check in pitfalls.ALL]
         return [*found, *policy.checks(answers.result()), *remote.result()]
+
+
+def _done(check: Callable[..., Check], *arguments: Any) -> Check:
+    """The check; one that meets an error of the set-up on its way has failed with it, and the others go on."""
+    try:
+        return check(*arguments)
+    except (StackError, OSError) as error:
+        kind = type(error) if isinstance(error, StackError) else MachineError
+        name = check.__name__.replace("_", "-")
+        return Check(name, "fail", str(error), "mend what the other lines say first", kind)

@@ -39,6 +39,12 @@ def fails(check: Check, exit_code: int, *words: str) -> None:
     assert all(word in text for word in words), text
 
 
+class FakeEngine:
+    """FAKE of docker.DockerClient: every image is there."""
+
+    images = type("Images", (), {"get": staticmethod(lambda _name: object())})
+
+
 @pytest.mark.parametrize("check", pitfalls.ALL, ids=lambda check: check.__name__)
 def test_every_check_is_ok_on_the_shipped_set_up(
     check: Callable[[Setup, Facts], Check], setup: Setup, facts: Facts
@@ -262,12 +268,13 @@ def test_12_an_evaluation_with_another_purpose_or_sampling_fails(
 # --- The probe's answer -------------------------------------------------------------------------------------------
 
 
+def test_a_model_that_is_not_there_is_not_tried(broken: Broken) -> None:
+    setup = broken(model__id="no-such-model")
+    vars(setup)["engine"] = FakeEngine()
+    assert "no-such-model" in pitfalls.trainer_facts(setup)["skipped"]
+
+
 def test_a_probe_that_dies_is_skipped_with_its_last_words(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    class FakeEngine:
-        """FAKE of docker.DockerClient: every image is there."""
-
-        images = type("Images", (), {"get": staticmethod(lambda _name: object())})
-
     vars(setup)["engine"] = FakeEngine()
     monkeypatch.setattr(pitfalls, "output_of", lambda *_, **__: (137, "Killed"))
     assert "137: Killed" in pitfalls.trainer_facts(setup)["skipped"]

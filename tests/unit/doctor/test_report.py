@@ -59,6 +59,17 @@ def test_names_are_unique_and_the_pitfalls_are_among_them(setup: Setup, monkeypa
     assert {check.__name__.replace("_", "-") for check in pitfalls.ALL} <= set(names)
 
 
+def test_a_check_that_meets_an_error_has_failed_with_it_and_the_others_go_on(
+    broken: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pitfalls, "trainer_facts", lambda _setup: {"skipped": "no engine"})
+    unpinned = broken(model__source="hub", model__id="you/model", model__revision=None)
+    found = {check.name: check for check in report.examine(unpinned)}
+    assert found["eval-purpose"].state == "fail" and "revision" in found["eval-purpose"].found
+    assert found["session-key-header"].state == "ok"
+    assert checks.exit_code(found.values()) == 2
+
+
 def test_json_has_every_check_and_the_exit_code(examined: Setup) -> None:
     result = CliRunner().invoke(app, ["--json"])
     found = json.loads(result.output)
