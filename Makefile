@@ -12,7 +12,7 @@ VENV    := .venv
 RUN     := $(VENV)/bin/python -m
 COMPOSE := docker compose
 DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
-export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)
+export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)$(if $(HF_TOKEN),:compose.hub.yaml)
 
 ##@ Run
 .PHONY: smoke learn train resume eval status dash traces doctor logs down purge

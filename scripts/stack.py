@@ -53,6 +53,8 @@ class Stack:
 
     def __init__(self, variant: str, environment: dict[str, str], stop: signals.StopFlag) -> None:
         files = "compose.yaml:compose.cpu.yaml" if variant == "cpu" else "compose.yaml"
+        if os.environ.get("HF_TOKEN"):
+            files += ":compose.hub.yaml"
         self._environment = {"COMPOSE_FILE": files, **os.environ, **environment}
         self._stop = stop
 
