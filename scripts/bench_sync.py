@@ -1,9 +1,10 @@
 """``python -m scripts.bench_sync run``: how long a weight sync stops generation, against TRL's own, on two GPUs.
 
 GPU 1 serves a random model of LFM2.5-2.6B's shapes under load; this process is the trainer on GPU 0: the same model
-with a PEFT adapter whose factors change before each sync. First our factor sync, each one proved by checksums and
-every tenth against the reference merge; then both ends are killed in mid-transfer; then, in a new server,
-TRL's own stream of all merged weights. Prints tables and writes them as JSON to the folder ``$OUT`` when that is set.
+with a PEFT adapter whose factors change before each sync. First our factor sync, after each of which the checksums of
+all served weights are compared with the trainer's own merge; then both ends are killed in mid-transfer; then, in a new
+server, TRL's own stream of all merged weights; then our sync with trainer and server on one GPU. Prints a table and
+writes all figures as JSON to the folder ``$OUT`` when that is set.
 
 Needs the packages of the trainer's and the policy's cuda images in one environment, two GPUs and 30 GB of disk.
 """
@@ -11,6 +12,7 @@ Needs the packages of the trainer's and the policy's cuda images in one environm
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -19,12 +21,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -51,7 +54,7 @@ SETTLE_S = 1.0
 """Between syncs: the server computes the kept requests again after each, and a real step takes longer."""
 START_LIMIT_S = 420.0
 ERROR_LIMIT_S = 30.0
-TRANSFER_TIMEOUT_S = 10.0
+ONE_GPU_SYNCS = 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -63,8 +66,8 @@ def run(
     work: Work = Path("/tmp/bench_sync"),
     syncs: Annotated[int, typer.Option(min=2)] = 50,
     in_flight: Annotated[int, typer.Option(min=1)] = 16,
-    phases: Annotated[str, typer.Option(help="Of merge, factors, failures, full; joined by commas.")] = (
-        "merge,factors,failures,full"
+    phases: Annotated[str, typer.Option(help="Of merge, factors, failures, full, one_gpu; joined by commas.")] = (
+        "merge,factors,failures,full,one_gpu"
     ),
     compilation_config: Annotated[str, typer.Option(help="JSON, passed to vLLM.")] = "",
 ) -> None:
@@ -85,10 +88,16 @@ def run(
             if "failures" in wanted:
                 with bench.load("trainer_killed"):
                     bench.attempt("trainer_killed", lambda: trainer_killed(model, bench.recipe("factors")))
+                    bench.attempt(
+                        "trainer_killed_on_the_wire", lambda: killed_on_the_wire(model, bench.recipe("factors"))
+                    )
                 bench.attempt("server_killed", lambda: server_killed(model, bench.recipe("factors"), server))
     if "full" in wanted:
         with bench.server("full"), bench.load("full"):
             bench.note("full", full_syncs(model, bench.recipe("full"), syncs))
+    if "one_gpu" in wanted:
+        with bench.server("one_gpu"), bench.load("one_gpu"):
+            bench.note("one_gpu", factor_syncs(model, bench.recipe("one_gpu"), ONE_GPU_SYNCS))
     bench.print_table()
 
 
@@ -103,15 +112,13 @@ class Bench:
         }  # fmt: skip
 
     def recipe(self, mode: str) -> Recipe:
-        """The full run's recipe, with the random model and a server that leaves room for W0 on its GPU."""
-        return recipes.load(
-            ROOT / "data/recipes/lfm2.5-2.6b.toml",
-            {
-                "model.id": MODEL, "model.source": "local", "policy.gpu_memory_utilization": 0.6,
-                "weight_sync.mode": mode, "weight_sync.transport": "nccl",
-                "weight_sync.transfer_timeout_s": TRANSFER_TIMEOUT_S,
-            },
-        )  # fmt: skip
+        """The full run's recipe with the random model: ``factors`` or ``full`` on two GPUs, or ``one_gpu``."""
+        changes: dict[str, Any] = {"model.id": MODEL, "model.source": "local"}
+        if mode == "one_gpu":
+            return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b-one-gpu.toml", changes)
+        # Leaves room for W0 on the server's GPU, and for a trainer that sends a huge adapter.
+        changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6}
+        return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b.toml", changes)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a phase's figures, on disk at once: a later phase may fail."""
@@ -128,29 +135,11 @@ class Bench:
 
     @contextmanager
     def server(self, mode: str) -> Iterator[subprocess.Popen[bytes]]:
-        """vLLM on GPU 1, as ``services.policy`` starts it; killed at the end. Raises: NotReadyError with its log."""
-        from services.policy.argv import argv, environment
-
-        cfg = self.recipe(mode)
-        command = argv(cfg, "train", "cuda", python=sys.executable)
-        if self._compilation_config:
-            command += ["--compilation-config", self._compilation_config]
-        path = os.pathsep.join([str(plugin(self._work)), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        variables = {**os.environ, **environment(cfg, "train", "cuda"), "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": path}
-        log = self._work / f"vllm-{mode}.log"
-        started = time.monotonic()
-        with log.open("wb") as stream:
-            process = subprocess.Popen(command, env=variables, stdout=stream, stderr=stream, start_new_session=True)
-        try:
-            while not healthy():
-                if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
-                    tail = log.read_text(errors="replace")[-6000:]
-                    raise NotReadyError(f"vLLM did not come up (exit code {process.poll()}); its log ends:\n{tail}")
-                time.sleep(0.5)
-            self.note(f"server_{mode}", {"start_s": time.monotonic() - started})
+        """vLLM on GPU 1, or for ``one_gpu`` on the trainer's."""
+        cfg, log, gpu = self.recipe(mode), self._work / f"vllm-{mode}.log", 0 if mode == "one_gpu" else 1
+        with served(cfg, log, self._compilation_config, gpu) as (process, start_s):
+            self.note(f"server_{mode}", {"start_s": start_s})
             yield process
-        finally:
-            kill(process)
 
     @contextmanager
     def load(self, name: str) -> Iterator[None]:
@@ -170,15 +159,66 @@ class Bench:
         self.note(f"load_{name}", json.loads(path.read_text()))
 
     def print_table(self) -> None:
-        ours, full = self.result.get("factors"), self.result.get("full")
+        ours, full = self.result.get("factors", {}), self.result.get("full", {})
         table = Table("", "LoRA factors: median", "p95", "TRL's full stream: median", "p95", "ratio of medians")
-        for row in ("pause", "merge", "transfer", "resume", "paused", "total", "bytes"):
+        rows = (
+            "pause",
+            "drain",
+            "reset",
+            "merge",
+            "end",
+            "resume",
+            "paused",
+            "transfer",
+            "wire",
+            "apply",
+            "total",
+            "verify",
+        )
+        for row in (*rows, "bytes"):
             cells = []
             for side in (ours, full):
-                cells += [shown(row, side[row][key]) if side else "-" for key in ("median", "p95")]
-            ratio = f"{full[row]['median'] / ours[row]['median']:.1f}x" if ours and full else "-"
-            table.add_row(row, *cells, ratio)
+                cells += [shown(row, side[row][key]) if row in side else "-" for key in ("median", "p95")]
+            if cells.count("-") == len(cells):
+                continue
+            known = row in ours and row in full
+            table.add_row(row, *cells, f"{full[row]['median'] / ours[row]['median']:.1f}x" if known else "-")
         console.print(table)
+
+
+@contextmanager
+def served(
+    cfg: Recipe, log: Path, compilation_config: str = "", gpu: int = 1
+) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
+    """vLLM as ``services.policy`` starts it, and how long it took; killed at the end.
+
+    Raises: NotReadyError: with the end of its log.
+    """
+    from services.policy.argv import argv, environment
+
+    device: Literal["cpu", "cuda"] = "cuda" if has_gpu() else "cpu"
+    command = argv(cfg, "train", device, python=sys.executable)
+    if compilation_config:
+        command += ["--compilation-config", compilation_config]
+    path = os.pathsep.join([str(plugin(log.parent)), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {
+        **os.environ,
+        **environment(cfg, "train", device),
+        "CUDA_VISIBLE_DEVICES": f"{gpu}",
+        "PYTHONPATH": path,
+    }
+    started = time.monotonic()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=variables, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        while not healthy():
+            if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
+                tail = log.read_text(errors="replace")[-6000:]
+                raise NotReadyError(f"vLLM did not come up (exit code {process.poll()}); its log ends:\n{tail}")
+            time.sleep(0.5)
+        yield process, time.monotonic() - started
+    finally:
+        kill(process)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
@@ -248,11 +288,12 @@ def train_a_little(model: Any, step: int) -> None:
 
 
 def merge_alone(model: Any, cfg: Recipe) -> dict[str, Any]:
-    """All targets merged on GPU 0: the kernel against the loop that defines its bits, and as a CUDA graph."""
+    """All targets on GPU 0: the grouped kernels against the loop that defines their bits, and against PEFT's merge."""
     import torch
 
-    from services.weight_sync import factors, names
-    from services.weight_sync.merge import merged, reference
+    from services.weight_sync import factors, grouped, names
+    from services.weight_sync.checksum import checksum
+    from services.weight_sync.merge import reference
 
     train_a_little(model, 0)
     pairs = factors.collect(names.lora_factors(model))
@@ -260,29 +301,42 @@ def merge_alone(model: Any, cfg: Recipe) -> dict[str, Any]:
     base = {name: names.base_weight(model, name) for name in pairs}
     out = {name: torch.empty_like(weight) for name, weight in base.items()}
 
-    def fused() -> None:
-        for name, (a, b) in pairs.items():
-            merged(base[name], a, b, cfg.lora_scale, out=out[name])
+    def group() -> Any:
+        return grouped.Group([grouped.Matrix(base[name], a, b, out[name]) for name, (a, b) in pairs.items()])
 
     def loop() -> None:
         for name, (a, b) in pairs.items():
             reference(base[name], a, b, cfg.lora_scale)
 
-    fused()
-    different = [
-        name for name, (a, b) in pairs.items()
-        if not torch.equal(out[name].view(torch.int16), reference(base[name], a, b, cfg.lora_scale).view(torch.int16))
-    ]  # fmt: skip
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fused()
+    tiles = {}
+    chosen = grouped.COLUMNS, grouped.WARPS
+    for grouped.COLUMNS, grouped.WARPS in ((512, 2), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), chosen):
+        tried = group()
+        tried.merge(cfg.lora_scale)
+        merge_s = spread(timed(functools.partial(tried.merge, cfg.lora_scale), 10))
+        tiles[f"{grouped.COLUMNS} columns, {grouped.WARPS} warps"] = merge_s["median"]
+    whole = group()
+    merged = whole.merged_checksums(cfg.lora_scale).tolist()
+    found = whole.checksums().tolist()
+    different, other_sums = [], []
+    for i, (name, (a, b)) in enumerate(pairs.items()):
+        expected = reference(base[name], a, b, cfg.lora_scale)
+        if not torch.equal(out[name].view(torch.int16), expected.view(torch.int16)):
+            different.append(name)
+        # The definition of the checksum is its loop, which runs on the CPU.
+        if i % 10 == 0 and not checksum(expected.cpu()) == merged[i] % 2**64 == found[i] % 2**64:
+            other_sums.append(name)
     return {
         "targets": len(pairs),
         "parameters": sum(weight.numel() for weight in base.values()),
         "factor_parameters": sum(a.numel() + b.numel() for a, b in pairs.values()),
         "targets_with_other_bits": len(different),
-        "kernel_s": spread(timed(fused, 20)),
-        "kernel_in_cuda_graph_s": spread(timed(graph.replay, 20)),
+        "targets_with_other_checksums": len(other_sums),
+        "merge_s": spread(timed(lambda: whole.merge(cfg.lora_scale), 20)),
+        "merge_s_by_tile": tiles,
+        "checksums_s": spread(timed(lambda: whole.checksums(), 20)),
+        "merged_checksums_s": spread(timed(lambda: whole.merged_checksums(cfg.lora_scale), 20)),
+        "copy_s": spread(timed(lambda: torch._foreach_copy_(list(out.values()), list(base.values())), 20)),
         "loop_s": spread(timed(loop, 3)),
     }
 
@@ -295,11 +349,10 @@ def factor_syncs(model: Any, cfg: Recipe, syncs: int) -> dict[str, Any]:
     for step in range(1, syncs + 1):
         found = one_sync(sync, model, step)
         if step % 10 == 0:
-            report = sync._server.reports(60)[0]
-            found |= {"merge_in_worker_s": report["merge_s"], "receive_in_worker_s": report["receive_s"]}
+            found["receive_in_worker_s"] = sync._server.reports(60)[0]["receive_s"]
         each.append(found)
     sync.destroy()
-    return {**summary(each), "proved": syncs, "compared_with_reference_merge": syncs // cfg.weight_sync.canary_every}
+    return {**summary(each), "proved_by_the_trainers_own_merge": syncs}
 
 
 def full_syncs(model: Any, cfg: Recipe, syncs: int) -> dict[str, Any]:
@@ -349,29 +402,46 @@ def full_syncs(model: Any, cfg: Recipe, syncs: int) -> dict[str, Any]:
 
 
 def trainer_killed(model: Any, cfg: Recipe) -> dict[str, Any]:
-    """A trainer dies with its broadcast under way: what the server says and when, and that it goes on."""
+    """A trainer dies after the server began to receive: what the server says and when, and that it goes on."""
     from services.weight_sync.errors import WeightSyncError
     from services.weight_sync.policy_server import PolicyServer
 
-    command = [sys.executable, "-m", "scripts.bench_sync", "dying-trainer"]
-    child = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
+    child = dying_trainer(after_s=0.0, rank=cfg.lora.r)
     server = PolicyServer(URL, cfg.policy.served_model_name)
     started = time.perf_counter()
     try:
-        server.update("merge", {"phase": "apply", "version": 1}, ERROR_LIMIT_S)
+        server.apply(1, ERROR_LIMIT_S, ERROR_LIMIT_S)
         message = "none: the server took a transfer that was never finished"
     except WeightSyncError as error:
         message = str(error)
     error_s = time.perf_counter() - started
-    console.print(message)
+    return {"exit_code": child, "error": message[:600], "error_s": error_s, **next_trainer(model, cfg)}
+
+
+def killed_on_the_wire(model: Any, cfg: Recipe) -> dict[str, Any]:
+    """A trainer is killed while 4 GB are on their way."""
+    started = time.perf_counter()
+    child = dying_trainer(after_s=0.004, rank=8192)
+    return {"exit_code": child, "lived_s": time.perf_counter() - started, **next_trainer(model, cfg)}
+
+
+def next_trainer(model: Any, cfg: Recipe) -> dict[str, Any]:
+    """The trainer that comes after one that died is served, and proves it."""
     started = time.perf_counter()
     sync = connected(model, cfg)
+    connected_s = time.perf_counter() - started
     after = one_sync(sync, model, 1)
     sync.destroy()
     return {
-        "exit_code": child.returncode, "error": message[:600], "error_s": error_s,
-        "next_trainer_served_after_s": time.perf_counter() - started, "its_sync": after,
-    }  # fmt: skip
+        "next_trainer_connected_after_s": connected_s,
+        "next_trainer_served_after_s": time.perf_counter() - started,
+        "its_sync": after,
+    }
+
+
+def dying_trainer(after_s: float, rank: int) -> int:
+    command = [sys.executable, "-m", "scripts.bench_sync", "die", "--after-s", str(after_s), "--rank", str(rank)]
+    return subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode
 
 
 def server_killed(model: Any, cfg: Recipe, server: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -396,23 +466,31 @@ def server_killed(model: Any, cfg: Recipe, server: subprocess.Popen[bytes]) -> d
 
 
 @app.command()
-def dying_trainer() -> None:
-    """A trainer that is killed after the server began to receive, and before it sent. Started by ``run``."""
+def die(after_s: float = 0.0, rank: int = 32) -> None:
+    """A trainer that is killed ``after_s`` seconds into its broadcast; 0: after the server began to receive and before
+    anything is sent. Started by ``run``."""
     import torch
 
     from services.weight_sync.client import LoraFactorSync
 
     os.environ.setdefault("MODELS_DIR", "/tmp/bench_sync")
-    cfg = Bench(Path("/tmp/bench_sync"), 0, 0, "").recipe("factors")
-    sync = LoraFactorSync(cfg, URL, "cuda:0")
+    sync = LoraFactorSync(Bench(Path("/tmp/bench_sync"), 0, 0, "").recipe("factors"), URL, "cuda:0")
     sync.init_weight_transfer()
     transport: Any = sync._transport
+    broadcast = transport.broadcast
 
-    def broadcast_and_die(buffer: torch.Tensor) -> None:
+    def kill_self() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def broadcast_and_die(buffer: torch.Tensor) -> None:
+        if not after_s:
+            kill_self()
+        threading.Timer(after_s, kill_self).start()
+        broadcast(buffer)
+        time.sleep(60)
+
     transport.broadcast = broadcast_and_die
-    rank, inside, outside = 32, SHAPES["hidden_size"], SHAPES["intermediate_size"]
+    inside, outside = SHAPES["hidden_size"], SHAPES["intermediate_size"]
     a, b = torch.zeros(rank, inside, device="cuda:0"), torch.zeros(outside, rank, device="cuda:0")
     names = [f"base_model.model.model.layers.{i}.feed_forward.w1.lora_" for i in range(20)]
     sync.send_weights((f"{name}{which}.weight", factor) for name in names for which, factor in (("A", a), ("B", b)))
@@ -429,14 +507,14 @@ def connected(model: Any, cfg: Recipe) -> Any:
 
 
 def one_sync(sync: Any, model: Any, step: int) -> dict[str, float]:
-    """``merge_s`` and ``transfer_s`` are the trainer's view, HTTP included; ``total_s`` is without the proof."""
+    """``paused_s`` and its parts are by the server's clock, the rest by this one; ``total_s`` is without the proof."""
     from services.weight_sync import names
 
     train_a_little(model, step)
     time.sleep(SETTLE_S)
     sync.send_weights(names.lora_factors(model))
     found = dict(sync.last_timings)
-    parts = ("pack_s", "transfer_s", "paused_s")
+    parts = ("pack_s", "transfer_s", "apply_s")
     return {**found, "total_s": sum(found[part] for part in parts)}
 
 
@@ -517,6 +595,12 @@ def shown(row: str, value: float) -> str:
     return f"{value / 1e6:.1f} MB" if row == "bytes" else f"{value * 1e3:.1f} ms"
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 def healthy() -> bool:
     try:
         return httpx.get(f"{URL}/health", timeout=5).status_code == 200
@@ -539,6 +623,7 @@ def plugin(work: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: opencode-rl-weight-sync\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nlora_factor_sync = services.weight_sync.plugin:register\n"
+        "[vllm.endpoint_plugins]\nlora_factor_sync = services.weight_sync.endpoint:WeightSyncEndpoint\n"
     )
     return folder
 

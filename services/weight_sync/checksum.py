@@ -39,8 +39,9 @@ def checksum(matrix: torch.Tensor, first_row: int = 0, first_column: int = 0) ->
     matrix = matrix.detach()
     if matrix.ndim == 1:
         whole = matrix.numel() // _FOLD
-        rest = checksum(matrix[None, whole * _FOLD :], first_row=whole)
-        return (checksum(matrix[: whole * _FOLD].view(whole, _FOLD)) + rest) % (1 << 64)
+        rest: int = checksum(matrix[None, whole * _FOLD :], first_row=whole)
+        full: int = checksum(matrix[: whole * _FOLD].view(whole, _FOLD))
+        return (full + rest) % (1 << 64)
     rows, columns = matrix.shape
     if not matrix.numel():
         return 0

@@ -42,8 +42,8 @@ class LoraFactorSync:
         """Of the adapter that is served; each sync adds one."""
         self.last_timings: dict[str, float] = {}
         """Of the last sync, in seconds but for ``bytes`` and ``version``. ``transfer_s``: asking the workers to
-        receive, and the broadcast, ``wire_s``. ``paused_s``: from the request to the answer that generation goes on;
-        in it ``drain_s`` (the running step), ``reset_s`` (caches), ``merge_s``. ``verify_s``: the proof, afterwards."""
+        receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which nothing was sampled for
+        ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof, afterwards."""
         self.last_canary: CanaryResult | None = None
         self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
         self._settings = recipe.weight_sync
@@ -232,10 +232,7 @@ class LoraFactorSync:
             version, settings.transfer_timeout_s, timeout_s + MARGIN_S, resume=self._paused_at is None
         )
         self.version = version
-        keys = ("drain_s", "reset_s", "merge_s")
-        self.last_timings |= {"version": version, **{key: found[key] for key in keys}}
-        if self._paused_at is None:
-            self.last_timings["paused_s"] = time.perf_counter() - started
+        self.last_timings |= {**found, "version": version, "apply_s": time.perf_counter() - started}
 
     def _abandon(self) -> None:
         """After a failure: let the server go on with the last adapter."""

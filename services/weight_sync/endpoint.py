@@ -46,33 +46,33 @@ class WeightSyncEndpoint:
 async def apply(body: ApplyRequest, raw_request: Request) -> dict[str, Any]:
     """Serve the staged version from the next step on. Requests in flight are kept and computed again from their tokens.
 
-    Returns: seconds of each part, ``merge_s`` of the slowest worker; ``paused_at_s`` and ``resumed_at_s``, Unix times
-        between which no token was sampled.
+    Returns: ``paused_s``, in which no token was sampled, and its parts: ``drain_s`` (the running steps), ``reset_s``
+        (vLLM visits every block of its cache; the GPU merges meanwhile), ``end_s`` (what was left of the merge).
+        ``merge_s``: the merge of the slowest worker. ``waited_s``: before the pause, for the factors.
     """
     engine = raw_request.app.state.engine_client
+    waiting = time.perf_counter()
     await _wait_until_staged(engine, body.version, body.timeout_s)
-    marks, paused_at_s = [time.perf_counter()], time.time()
+    marks = [time.perf_counter()]
     try:
-        # Level 0 stops the scheduler and frees nothing; it returns when the running step is done.
+        # Level 0 stops the scheduler and frees nothing; it returns when the running steps are done.
         await engine.sleep(level=0, mode="keep")
         marks.append(time.perf_counter())
+        await engine.collective_rpc("weight_sync_begin_merge", args=(body.version,))
         # Also puts the running requests back: no block, and no state, of the old policy is used by the new one.
         if not await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise RuntimeError("vLLM could not reset its prefix cache; the old policy stays served")
+            raise RuntimeError("vLLM could not reset its prefix cache, which may hold blocks of the old policy")
         marks.append(time.perf_counter())
-        workers = await engine.collective_rpc("weight_sync_apply", args=(body.version,))
-        marks.append(time.perf_counter())
+        workers = await engine.collective_rpc("weight_sync_end_merge")
+        await engine.update_weight_version(str(body.version))
     finally:
         if body.resume:
             await engine.wake_up(tags=["scheduling"])
     marks.append(time.perf_counter())
-    resumed_at_s = time.time()
-    await engine.update_weight_version(str(body.version))
-    drain_s, reset_s, apply_s, resume_s = (b - a for a, b in itertools.pairwise(marks))
+    drain_s, reset_s, end_s = (b - a for a, b in itertools.pairwise(marks))
     return {
-        "drain_s": drain_s, "reset_s": reset_s, "apply_s": apply_s, "resume_s": resume_s,
-        "merge_s": max(worker["merge_s"] for worker in workers),
-        "paused_at_s": paused_at_s, "resumed_at_s": resumed_at_s,
+        "paused_s": marks[-1] - marks[0], "drain_s": drain_s, "reset_s": reset_s, "end_s": end_s,
+        "merge_s": max(worker["merge_s"] for worker in workers), "waited_s": marks[0] - waiting,
     }  # fmt: skip
 
 

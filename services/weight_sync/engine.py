@@ -64,6 +64,13 @@ class _Received:
     seconds: float
 
 
+@dataclass
+class _Merging:
+    received: _Received
+    seconds: float
+    """Until it was begun, which without a GPU is all of it."""
+
+
 class LoraFactorsEngine(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = WeightTransferUpdateInfo
@@ -75,6 +82,7 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]
         self._layout: Layout | None = None
         self._buffer: torch.Tensor | None = None
         self._receiving: Future[_Received] | None = None
+        self._merging: _Merging | None = None
         self._layers: dict[str, ServedLayer] = {}
         self._targets: dict[str, tuple[str, Place]] = {}
         self._by_layer: dict[str, list[tuple[str, Place]]] = defaultdict(list)
@@ -155,28 +163,31 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]
         return True
 
     @torch.no_grad()
-    def apply(self, version: int) -> dict[str, Any]:
-        """Serve what is staged. The caller made sure that no forward pass runs and that all caches are empty.
-
-        Returns: ``merge_s``, the time that it took here.
-        """
+    def begin_merge(self, version: int) -> None:
+        """Begin to serve what is staged; on a GPU it goes on while the caller does other things. The caller made sure
+        that no forward pass runs."""
         if not self.staged(version):
             raise RuntimeError(f"the factors of version {version} are not here yet")
         assert self._receiving is not None
         received, self._receiving = self._receiving.result(), None
-        started = time.perf_counter()
         self._served = dict(NOTHING_SERVED)  # no version is whole until all layers are written
+        started = time.perf_counter()
         if self._gpu is None:
             self._merge(received)
         else:
             self._gpu.merge(received.layout.scale)
             self._restore_dropped(received.layout)
-            torch.cuda.current_stream(self.device).synchronize()
-            self._gpu.sum_up()
-        seconds = time.perf_counter() - started
+        self._merging = _Merging(received, time.perf_counter() - started)
+
+    def end_merge(self) -> dict[str, Any]:
+        """Wait until it is done. Returns: ``merge_s``, how long it took here."""
+        if self._merging is None:
+            raise RuntimeError("no merge was begun")
+        merging, self._merging = self._merging, None
+        seconds = merging.seconds if self._gpu is None else self._gpu.finish()
         self._served = {
-            "version": received.version, "factors": received.checksum, "receive_s": received.seconds,
-            "merge_s": seconds,
+            "version": merging.received.version, "factors": merging.received.checksum,
+            "receive_s": merging.received.seconds, "merge_s": seconds,
         }  # fmt: skip
         return {"merge_s": seconds}
 
@@ -319,11 +330,20 @@ class _GpuMerge:
         self._names = list(targets)
         self._summing = Group([matrix(layers[layer], at, None, None) for layer, at in targets.values()])
         self._stream = torch.cuda.Stream(buffer.device)
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._on_host = torch.empty(len(targets), dtype=torch.int64, pin_memory=True)
         self._summed: torch.cuda.Event | None = None
 
     def merge(self, scale: float) -> None:
+        self._began.record()
         self._merging.merge(scale)
+        self._ended.record()
+
+    def finish(self) -> float:
+        """Wait for the merge, begin to sum up. Returns: seconds that the merge took on the GPU."""
+        self._ended.synchronize()
+        self.sum_up()
+        return float(self._began.elapsed_time(self._ended)) / 1e3
 
     def sum_up(self) -> None:
         """Begin to read the served weights back; they do not change until the next merge."""

@@ -64,6 +64,11 @@ class Group:
         rows = [_fields(matrix) for matrix in matrices]
         # Four addresses in bytes; columns and strides in elements, of which 16 are a multiple of 16 bytes too.
         self._aligned = all(value % 16 == 0 for row in rows for value in (*row[:4], *row[5:9]))
+        self._four = (
+            self._dtype == torch.bfloat16
+            and self._rank % 4 == 0
+            and all(row[3] % 8 == 0 and row[9] % 4 == 0 for row in rows)  # address and stride of B
+        )
         tiles = [triton.cdiv(m.w0.shape[0], ROWS) * triton.cdiv(m.w0.shape[1], COLUMNS) for m in matrices]
         first_tile = 0
         for row, count in zip(rows, tiles, strict=True):
@@ -106,7 +111,7 @@ class Group:
                 # A product of two numbers of 11 bits at most is exact in float32 (``merge.sendable`` keeps it from
                 # underflowing), so a fused multiply-add rounds as the reference's two operations do.
                 EXACT_PRODUCTS=self._dtype in (torch.bfloat16, torch.float16),
-                RANK=self._rank, ROWS=ROWS, COLUMNS=COLUMNS, WRITE=write, num_warps=WARPS,
+                FOUR=self._four, RANK=self._rank, ROWS=ROWS, COLUMNS=COLUMNS, WRITE=write, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -131,14 +136,17 @@ def _fields(matrix: Matrix) -> list[int]:
 
 
 @triton.jit
-def _elements(address, BITS: tl.constexpr, BFLOAT: tl.constexpr):
-    """The address as a pointer to the matrices' type."""
+def _elements(address, BITS: tl.constexpr, BFLOAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address as a pointer to the matrices' type. Aligned, 16 bytes are one load; else each element is one."""
     if BFLOAT:
-        return address.to(tl.pointer_type(tl.bfloat16))
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
     elif BITS == 16:
-        return address.to(tl.pointer_type(tl.float16))
+        pointer = address.to(tl.pointer_type(tl.float16))
     else:
-        return address.to(tl.pointer_type(tl.float32))
+        pointer = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -155,10 +163,26 @@ def _b(pointer, inside):
 
 
 @triton.jit
+def _bfloat(packed, POSITION: tl.constexpr):
+    """One of the four bf16 numbers in 64 bits: a bf16 is the upper half of a float32."""
+    return ((packed >> (16 * POSITION)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four(total, pointer, inside, right0, right1, right2, right3):
+    """Four ranks, in their order, of bf16 numbers that lie side by side in B."""
+    packed = tl.load(pointer.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
+    total = tl.fma(_bfloat(packed, 0), right0, total)
+    total = tl.fma(_bfloat(packed, 1), right1, total)
+    total = tl.fma(_bfloat(packed, 2), right2, total)
+    return tl.fma(_bfloat(packed, 3), right3, total)
+
+
+@triton.jit
 def _merge(
     table, matrix_of_tile, u, v, sums, scale,
     FIELDS: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, BFLOAT: tl.constexpr, EXACT_PRODUCTS: tl.constexpr,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WRITE: tl.constexpr,
+    FOUR: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Merge ``ROWS`` rows by ``COLUMNS`` columns of one matrix; write them, or add their checksum to ``sums``.
 
@@ -167,18 +191,17 @@ def _merge(
     """
     matrix = tl.load(matrix_of_tile + tl.program_id(0)).to(tl.int64)
     entry = table + matrix * FIELDS
-    out = _elements(tl.load(entry), BITS, BFLOAT)
-    w0 = _elements(tl.load(entry + 1), BITS, BFLOAT)
-    a = _elements(tl.load(entry + 2), BITS, BFLOAT)
-    b = _elements(tl.load(entry + 3), BITS, BFLOAT)
+    out = _elements(tl.load(entry), BITS, BFLOAT, ALIGNED)
+    w0 = _elements(tl.load(entry + 1), BITS, BFLOAT, ALIGNED)
+    a = _elements(tl.load(entry + 2), BITS, BFLOAT, ALIGNED)
+    b = _elements(tl.load(entry + 3), BITS, BFLOAT, ALIGNED)
     rows = tl.load(entry + 4)
     columns = tl.load(entry + 5)
     out_stride = tl.load(entry + 6)
     w0_stride = tl.load(entry + 7)
     a_stride = tl.load(entry + 8)
     b_stride = tl.load(entry + 9)
-    if ALIGNED:  # without these hints every element is a load of its own
-        out, w0, a = tl.multiple_of(out, 16), tl.multiple_of(w0, 16), tl.multiple_of(a, 16)
+    if ALIGNED:
         out_stride, w0_stride = tl.multiple_of(out_stride, 16), tl.multiple_of(w0_stride, 16)
         a_stride, columns = tl.multiple_of(a_stride, 16), tl.multiple_of(columns, 16)
     tile = tl.program_id(0) - tl.load(entry + 12)
@@ -195,7 +218,22 @@ def _merge(
     s5 = s0
     s6 = s0
     s7 = s0
-    for k in range(RANK):
+    # Four numbers of B as one load where that is possible: B, a number for each row and rank, else takes as many
+    # loads as there are sums.
+    for k in range(0, RANK if FOUR else 0, 4):
+        right0 = tl.load(a + k * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        right1 = tl.load(a + (k + 1) * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        right2 = tl.load(a + (k + 2) * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        right3 = tl.load(a + (k + 3) * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        s0 = _four(s0, left + k, row < rows, right0, right1, right2, right3)
+        s1 = _four(s1, left + b_stride + k, row + 1 < rows, right0, right1, right2, right3)
+        s2 = _four(s2, left + 2 * b_stride + k, row + 2 < rows, right0, right1, right2, right3)
+        s3 = _four(s3, left + 3 * b_stride + k, row + 3 < rows, right0, right1, right2, right3)
+        s4 = _four(s4, left + 4 * b_stride + k, row + 4 < rows, right0, right1, right2, right3)
+        s5 = _four(s5, left + 5 * b_stride + k, row + 5 < rows, right0, right1, right2, right3)
+        s6 = _four(s6, left + 6 * b_stride + k, row + 6 < rows, right0, right1, right2, right3)
+        s7 = _four(s7, left + 7 * b_stride + k, row + 7 < rows, right0, right1, right2, right3)
+    for k in range(0 if FOUR else RANK):
         right = tl.load(a + k * a_stride + column, mask=inside, other=0.0).to(tl.float32)
         s0 = _accumulate(s0, _b(left + k, row < rows), right, EXACT_PRODUCTS)
         s1 = _accumulate(s1, _b(left + b_stride + k, row + 1 < rows), right, EXACT_PRODUCTS)

@@ -25,11 +25,14 @@ class WeightSyncWorker:
     def weight_sync_staged(self, version: int) -> bool:
         return bool(self.weight_transfer_engine.staged(version))
 
-    def weight_sync_apply(self, version: int) -> dict[str, Any]:
+    def weight_sync_begin_merge(self, version: int) -> None:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):  # packing a layer's weight asks for it
-            found: dict[str, Any] = self.weight_transfer_engine.apply(version)
+            self.weight_transfer_engine.begin_merge(version)
+
+    def weight_sync_end_merge(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.weight_transfer_engine.end_merge()
         return found
 
     def weight_sync_report(self) -> dict[str, Any]:

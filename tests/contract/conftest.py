@@ -72,6 +72,7 @@ def small_recipe(sync_port: int) -> Recipe:
             "lora": {"r": 4, "alpha": 8},
             "sampling": {"max_completion_tokens": 1024},
             "tasks": {"train": "a", "heldout": "b"},
+            "rollout": {"max_inflight": 8},
             "policy": {"max_num_seqs": 8, "omp_threads": 1, "enforce_eager": True},
             "weight_sync": {
                 "transport": "gloo", "port": sync_port, "canary_every": 2, "canary_max_abs_logprob_diff": 1e-4,

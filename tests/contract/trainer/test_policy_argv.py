@@ -18,7 +18,8 @@ from services.policy import argv as built
 from services.policy.reasoning import REASONING_PARSER_PLUGIN
 
 RECIPES = Path(__file__).parents[3] / "data/recipes"
-REVISION = {"lfm2.5-2.6b.toml": {"model.revision": "0" * 40}}
+FULL_RUN = {"model.revision": "0" * 40}
+REVISION = {"lfm2.5-2.6b.toml": FULL_RUN, "lfm2.5-2.6b-one-gpu.toml": FULL_RUN}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.toml")))
