@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,7 @@ def train(
     repo: Repo = "",
     run_name: RunName = "",
     max_steps: MaxSteps = None,
+    resume: Annotated[bool, typer.Option(envvar="RESUME", help="from the newest checkpoint in ADAPTER_REPO")] = False,
     split: Annotated[bool, typer.Option(help="policy and trainer in Jobs of their own, in one network group")] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
@@ -57,6 +59,7 @@ def train(
     """Train the recipe that RECIPE names in a Job."""
 
     def payloads(request: Request) -> list[Payload]:
+        request = replace(request, resume=resume)
         return payload.split(request) if split else [payload.training(request)]
 
     run_main(lambda: _submit("train", payloads, repo, run_name, max_steps, yes, dry_run))

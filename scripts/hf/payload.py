@@ -42,6 +42,8 @@ class Request:
     pins: Mapping[str, str]
     """Pin file -> SHA-256, for the suites that are fetched in the Job."""
     max_steps: int | None = None
+    resume: bool = False
+    """Go on from the newest checkpoint in the repository."""
 
 
 def job_recipe(path: Path, sandbox_image: str) -> str:
@@ -86,6 +88,8 @@ def _job(request: Request, role: str, flavor: str, timeout: str, *, expose: bool
         "IMAGE_DIGESTS": json.dumps(request.digests.images, sort_keys=True),
         "PINS": json.dumps(dict(request.pins), sort_keys=True),
     }
+    if request.resume and role == "train":
+        variables["RESUME_FROM_HUB"] = "1"
     if request.max_steps is not None:
         variables["MAX_STEPS"] = str(request.max_steps)
     return {

@@ -16,6 +16,7 @@ from services.common import health, log, network, recipe, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError, StoppedError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
+from services.hub import restore
 from services.trainer import checkpoint as checkpoints
 from services.trainer import resume
 
@@ -32,7 +33,7 @@ def main() -> int:
     logger = log.setup("trainer", run.path)
     run_dir.write_json(run.path / "trainer.json", {"recipe": cfg.model_dump(mode="json"), "versions": _versions()})
     with signals.stop_event() as stop, health.Pulse("trainer", run) as pulse:
-        start = resume.begin(run, cfg)
+        start = resume.begin(run, cfg, fetch=restore.from_environment())
         pulse.set(step=start.step)
         if start.step >= cfg.trainer.max_steps:
             logger.info("nothing is left to train", extra={"step": start.step})

@@ -107,7 +107,7 @@ def ready(server: LocalHub, registry: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hf_job, "git_revision", lambda: REVISION)
     for name, value in {"RECIPE": str(tmp_path / "recipe.toml"), "TASKS_DIR": str(tmp_path / "tasks")}.items():
         monkeypatch.setenv(name, value)
-    for name in ("ADAPTER_REPO", "RUN_NAME", "MAX_STEPS", "YES", "DRY_RUN", "JOB", "HF_NAMESPACE"):
+    for name in ("ADAPTER_REPO", "RUN_NAME", "MAX_STEPS", "YES", "DRY_RUN", "JOB", "HF_NAMESPACE", "RESUME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -404,3 +404,9 @@ def test_the_verbs_of_the_makefile_reach_the_program(tmp_path: Path) -> None:
     )
     assert "RECIPE=mine.toml" in own.stdout
     assert sys.executable
+
+
+def test_a_resumed_run_is_told_to_fetch_its_checkpoint(server: LocalHub, ready: Path) -> None:
+    assert call(*TRAIN, "--resume", "--yes")[0] == 0
+    (job,) = server.jobs.values()
+    assert job.spec["environment"]["RESUME_FROM_HUB"] == "1"

@@ -1,0 +1,68 @@
+"""The newest checkpoint of a run from the Hub, whole, where this machine has none: the run's first machine is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from services.common.errors import RecipeError
+from services.common.run_dir import READY, Checkpoint, RunDir
+from services.hub.client import DamagedError, connect, messages, patiently
+from services.hub.files import RemoteFile, list_files
+
+_MARKER = re.compile(rf"^checkpoint-(\d+)/{READY}$")
+logger = logging.getLogger("hub")
+
+
+def from_environment() -> Callable[[RunDir], Checkpoint | None] | None:
+    """What brings a checkpoint of ADAPTER_REPO, where RESUME_FROM_HUB asks for it; else None.
+
+    Not by itself: a new run that pushes to a repository with an older run's checkpoints is not that run.
+    """
+    if os.environ.get("RESUME_FROM_HUB") != "1":
+        return None
+    repo = os.environ.get("ADAPTER_REPO")
+    if not repo:
+        raise RecipeError("RESUME_FROM_HUB is 1 and ADAPTER_REPO is not set; it names the repository to resume from")
+    return lambda run: newest(connect(), repo, run)
+
+
+def newest(api: HfApi, repo: str, run: RunDir) -> Checkpoint | None:
+    """Bring the newest complete checkpoint to the run, READY last; None when the repository has none.
+
+    Raises: RecipeError: the repository is not there. NotReadyError: the Hub does not answer, or sends other bytes.
+    """
+    with messages(repo, api.endpoint):
+        head = str(patiently(api.repo_info)(repo, timeout=30).sha)
+        files = patiently(list_files)(api, repo, head)
+        steps = [int(match[1]) for file in files if (match := _MARKER.match(file.path))]
+        if not steps:
+            return None
+        name = f"checkpoint-{max(steps)}"
+        target = run.checkpoints / name
+        aside = run.checkpoints / f".{name}.part"
+        wanted = [file for file in files if file.path.startswith(f"{name}/")]
+        for file in wanted:
+            patiently(_bring)(api, repo, head, file, aside)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(wanted, key=lambda file: file.path.endswith(f"/{READY}")):
+            moved = target / file.path.removeprefix(f"{name}/")
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(aside / file.path, moved)
+    shutil.rmtree(aside, ignore_errors=True)
+    logger.info("checkpoint is from the Hub", extra={"repo": repo, "commit": head, "step": max(steps)})
+    return Checkpoint(max(steps), target)
+
+
+def _bring(api: HfApi, repo: str, revision: str, file: RemoteFile, folder: Path) -> None:
+    """Raises: DamagedError: what arrived is not what is listed."""
+    api.hf_hub_download(repo, file.path, revision=revision, local_dir=folder)
+    if not file.is_at(folder / file.path):
+        (folder / file.path).unlink(missing_ok=True)
+        raise DamagedError(f"{file.path} of {repo} arrived with other bytes than {api.endpoint} lists")
