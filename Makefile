@@ -94,7 +94,7 @@ lock: ## Renew hashed locks and base digests
 	scripts/lock.sh
 
 ##@ Check
-.PHONY: test test-unit test-contract test-stack check fidelity chaos
+.PHONY: test test-unit test-contract test-stack test-job check fidelity chaos
 test: images $(VENV)/ready ## All tests: unit, contract, stack
 	scripts/test.sh unit contract stack
 
@@ -106,6 +106,9 @@ test-contract: images $(VENV)/ready ## The seams between the parts, inside the i
 
 test-stack: images $(VENV)/ready ## Real compose, real sandboxes
 	scripts/test.sh stack
+
+test-job: images $(VENV)/ready ## The job image: the smoke recipe in one container (minutes; not part of `test`)
+	scripts/test.sh job
 
 fidelity: images $(VENV)/ready ## Is what is trained exactly what is sampled? One table, on a policy of its own
 	$(RUN) scripts.fidelity --variant $(VARIANT)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Usage: scripts/test.sh [unit] [contract] [stack]
-# unit runs on the host; contract runs inside the images, one pytest per image; stack drives real compose.
+# Usage: scripts/test.sh [unit] [contract] [stack] [job]
+# unit runs on the host; contract runs inside the images, one pytest per image; stack drives real compose;
+# job runs the smoke recipe in the job image, and is not part of `make test`.
 # Prints the counts of each kind at the end; exits non-zero if any failed or none ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +27,7 @@ inside() { # inside <image> <folder> [docker options...]
 
 for kind in "$@"; do
   case $kind in
-    unit) host "$kind" ;;
+    unit | job) host "$kind" ;;
     stack)
       scripts/ensure_chromium.sh || exit 1
       host stack
@@ -38,7 +39,7 @@ for kind in "$@"; do
       inside tools tests/contract/tools
       ;;
     *)
-      echo "unknown kind of test: $kind; known: unit contract stack" >&2
+      echo "unknown kind of test: $kind; known: unit contract stack job" >&2
       exit 2
       ;;
   esac
