@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -345,14 +346,16 @@ class Collector:
 
 @contextmanager
 def serve(
-    service: str, run: RunDir, max_steps: int = 0, host: str = "0.0.0.0", port: int | None = None
+    service: str, run: RunDir, max_steps: int = 0, host: str = "", port: int | None = None
 ) -> Iterator[int]:
     """Serve the service's numbers at ``/metrics`` while the context lasts.
 
     A port that is taken costs the numbers, not the run. Yields: the port, 0 when it is not served.
+    Args: host: address to listen on; default METRICS_HOST, which a container that others share sets, else all.
     """
     from prometheus_client import CollectorRegistry, start_http_server
 
+    host = host or os.environ.get("METRICS_HOST") or "0.0.0.0"
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(service, run, max_steps))
     try:

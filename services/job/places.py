@@ -57,6 +57,7 @@ def variables(role: Role, given: Mapping[str, str]) -> dict[str, str]:
         "POLICY_EVAL_URL": f"http://127.0.0.1:{POLICY_PORT}",
         "ENV_URL": f"http://127.0.0.1:{CONTROL_PORT}",
         "CONTROL_HOST": "127.0.0.1",
+        "METRICS_HOST": "127.0.0.1",
         "CAPTURE_HOST": "0.0.0.0",
         "CAPTURE_PORT": str(PUBLIC_PORT),
         "TRAINER_GPU": "0",
