@@ -122,14 +122,17 @@ def under_fire(
     console.print(f"Run [bold]{run.path.name}[/bold]: {len(left)} faults; starting {', '.join(servers)}")
     stack("up", "--detach", "--wait", *servers)
     stack("up", "--detach", "trainer", *(["evaluator"] if evaluated else []))
-    torment = Torment(run, console.print)
+    torment = Torment(run, stop, console.print)
     for fault in left:
         if time.monotonic() > until or stop.is_set():
             break
         try:
-            book.add(run, torment.strike(fault))
+            outcome = torment.strike(fault)
         except RunOver:
             break
+        if stop.is_set():
+            break
+        book.add(run, outcome)
         base.look()
     wait_for_the_end(run, stack, stop)
     return 0

@@ -12,6 +12,7 @@ from scripts.chaos import faults
 from scripts.chaos.faults import Fault
 from services.common import health, run_dir
 from services.common.run_dir import RunDir
+from services.common.signals import StopFlag
 
 POLL_S = 0.005
 """A sync of the tiny policy takes a quarter of a second."""
@@ -48,10 +49,11 @@ class RunOver(Exception):
 
 
 class Torment:
-    """Args: say: called with one line of progress."""
+    """Args: stop: a person wants to end it. say: called with one line of progress."""
 
-    def __init__(self, run: RunDir, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDir, stop: StopFlag, say: Callable[[str], None]) -> None:
         self._run = run
+        self._stop = stop
         self._say = say
         self._struck_after = 0
         self._frozen: list[int] = []
@@ -80,7 +82,7 @@ class Torment:
         pids: list[int] = []
         looked = 0.0
         while time.monotonic() < until:
-            if self._run.result.exists():
+            if self._run.result.exists() or self._stop.is_set():
                 raise RunOver
             beat = health.read_heartbeats(self._run).get("trainer")
             ready = beat is not None and time.time() - beat.time_s < 15 and self._newest() >= after
@@ -116,7 +118,7 @@ class Torment:
 
     def _wait_for_recovery(self, fault: Fault, outcome: Outcome) -> None:
         until = outcome.struck_at + RECOVERY_LIMIT_S
-        while time.time() < until:
+        while time.time() < until and not self._stop.is_set():
             now = time.time()
             if outcome.back_s is None and self._is_back(fault, outcome):
                 outcome.back_s = round(now - outcome.struck_at, 1)

@@ -18,7 +18,7 @@ from services.watchdog.plan import Decision, Observations
 
 LOG_TAIL_BYTES = 200_000
 PROBE_TIMEOUT_S = 5.0
-PAGES = {"policy": ("health", "metrics"), "env": ("health", "state")}
+PAGES = {"policy": ("health", "metrics"), "env": ("health", "metrics", "state")}
 """Peer -> what it is asked for; ``state`` is env's view of the engine: containers, networks, its own stacks."""
 
 
