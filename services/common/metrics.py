@@ -345,9 +345,7 @@ class Collector:
 
 
 @contextmanager
-def serve(
-    service: str, run: RunDir, max_steps: int = 0, host: str = "", port: int | None = None
-) -> Iterator[int]:
+def serve(service: str, run: RunDir, max_steps: int = 0, host: str = "", port: int | None = None) -> Iterator[int]:
     """Serve the service's numbers at ``/metrics`` while the context lasts.
 
     A port that is taken costs the numbers, not the run. Yields: the port, 0 when it is not served.
