@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [("StackError", 1), ("RecipeError", 2), ("NotReadyError", 3), ("StoppedError", 4), ("MachineError", 5)],
+    [
+        ("StackError", 1),
+        ("RecipeError", 2),
+        ("NotReadyError", 3),
+        ("StoppedError", 4),
+        ("MachineError", 5),
+        ("GaveUpError", 6),
+    ],
 )
 def test_an_expected_error_is_its_message_and_its_exit_code(error: str, code: int) -> None:
     program = (
@@ -49,3 +57,27 @@ def test_a_signal_sets_the_flag_and_the_old_handlers_come_back(number: signal.Si
         os.kill(os.getpid(), number)  # a second one changes nothing
     assert signal.getsignal(number) is before
     assert threading.current_thread() is threading.main_thread()
+
+
+def test_a_process_can_end_with_its_parent_however_that_ended() -> None:
+    child = (
+        "import time; from services.common import signals; signals.die_with_parent(); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); p.wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert process.stdout.readline() == "up\n"
+    process.kill()
+    process.wait()
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child lives on")
