@@ -32,6 +32,7 @@ class RolloutCounts:
     def __init__(self, run: RunDir, cfg: Recipe) -> None:
         self._cfg = cfg
         self._tail = Tail(run.rollouts / INDEX)
+        self._trained = Tail(run.trained)
         # Every cause from the start: a column that first appears with its first failure is easy to miss.
         causes = (f"rollouts/unscorable/{cause}" for cause in Cause)
         totals = ("rollouts/done", "rollouts/unscorable", "rollouts/cap_hits", "rollouts/budget_stops")
@@ -50,6 +51,9 @@ class RolloutCounts:
         """
         for line in self._tail.new_lines():
             self._count(line)
+        for line in self._trained.new_lines():
+            # Scored, and then too old to train on: what a step passed over.
+            self._counts[f"rollouts/unscorable/{Cause.STALENESS}"] += len(line["stale"])
         rate = {"rollouts/per_hour": per_hour} if (per_hour := self._per_hour()) is not None else {}
         return {**{name: float(count) for name, count in sorted(self._counts.items())}, **rate}
 

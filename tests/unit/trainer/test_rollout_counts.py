@@ -43,6 +43,15 @@ def test_rollouts_are_counted_by_cause_and_breach_and_each_once(tmp_path: Path) 
     }  # fmt: skip
 
 
+def test_samples_that_a_step_passed_over_for_their_age_are_counted_as_staleness(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    counts = RolloutCounts(run, CFG)
+    for step, stale in ((1, []), (2, [[3, 0, 4], [3, 1, 4]]), (3, [[5, 0, 4]])):
+        run_dir.append_line(run.trained, {"step": step, "samples": [], "stale": stale, "dropped": []})
+    assert counts.metrics()["rollouts/unscorable/staleness"] == 3
+    assert counts.metrics()["rollouts/unscorable"] == 0  # they were scored
+
+
 def test_a_group_whose_rewards_are_equal_is_counted_once_it_is_whole(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     counts = RolloutCounts(run, CFG)
