@@ -37,6 +37,7 @@ class FakeVllm(BaseHTTPRequestHandler):
 
     def _chat(self, body: dict[str, Any]) -> tuple[int, Any]:
         assert body["tool_choice"] == "auto" and {tool["type"] for tool in body["tools"]} == {"function"}
+        assert "seed" not in body, "ends vLLM's engine on a CPU"
         if self.wrong == "no parser":
             return 400, {"error": '"auto" tool choice requires --enable-auto-tool-choice'}
         if body["messages"][-1]["role"] == "tool":
