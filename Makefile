@@ -11,6 +11,8 @@ PYTHON  ?= python3
 VENV    := .venv
 RUN     := $(VENV)/bin/python -m
 COMPOSE := docker compose
+# A project of its own, so that the end of a run does not end it.
+DASH := docker compose --project-name opencode-rl-dash --profile dash
 DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)$(if $(HF_TOKEN),:compose.hub.yaml)
 
@@ -32,7 +34,7 @@ status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME; ONCE=1, JS
 	$(RUN) scripts.status $(if $(ONCE),--once) $(if $(JSON),--json)
 
 dash: images ## Dashboard of all runs (trackio), for this machine only; DASH_PORT=7860
-	$(COMPOSE) --profile dash up --detach --wait dash
+	$(DASH) up --detach --wait dash
 	@echo "dashboard: $(DASH_URL)"
 	@if [ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ]; then $(PYTHON) -m webbrowser -t "$(DASH_URL)" >/dev/null; fi
 
@@ -52,6 +54,7 @@ down: $(VENV)/ready ## Stop everything; runs stay
 	$(COMPOSE) --profile '*' stop
 	$(RUN) scripts.sweep
 	$(COMPOSE) --profile '*' down --remove-orphans
+	$(DASH) down
 
 purge: down ## Delete runs and images of this project (asks)
 	scripts/purge.sh
