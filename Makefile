@@ -12,7 +12,7 @@ VENV    := .venv
 RUN     := $(VENV)/bin/python -m
 COMPOSE := docker compose
 # A project of its own, so that the end of a run does not end it.
-DASH := docker compose --project-name opencode-rl-dash --profile dash
+DASH := TAG=$(or $(TAG),$(VARIANT)) docker compose --file compose.dash.yaml --profile dash
 DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)$(if $(HF_TOKEN),:compose.hub.yaml)
 

@@ -13,5 +13,6 @@ done
 docker compose -f compose.yaml config --quiet
 docker compose -f compose.yaml -f compose.one-gpu.yaml config --quiet
 docker compose -f compose.yaml -f compose.cpu.yaml config --quiet
+docker compose -f compose.dash.yaml config --quiet
 HF_TOKEN=any docker compose -f compose.yaml -f compose.hub.yaml config --quiet
 echo "check: clean"

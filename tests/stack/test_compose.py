@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"policy", "env", "trainer", "watchdog", "policy-eval", "evaluator", "dash"}
+SERVICES = {"policy", "env", "trainer", "watchdog", "policy-eval", "evaluator"}
 
 
 def config(*files: str, **environment: str) -> dict:
@@ -68,11 +68,14 @@ def test_published_ports_are_on_loopback(stack: dict) -> None:
     assert {port["host_ip"] for port in published} == {"127.0.0.1"}
 
 
-def test_the_dashboard_meets_no_other_service_and_sees_no_run(stack: dict) -> None:
-    dash = stack["services"]["dash"]
-    assert [name for name, service in stack["services"].items() if "dash" in service["networks"]] == ["dash"]
-    assert list(dash["networks"]) == ["dash"]
+def test_the_dashboard_is_a_project_of_its_own_that_meets_no_service_and_sees_no_run() -> None:
+    found = config("compose.dash.yaml")
+    (dash,) = found["services"].values()
+    assert found["name"] == "opencode-rl-dash" and dash["profiles"] == ["dash"]
     assert [Path(volume["source"]).name for volume in dash["volumes"]] == [".trackio"]
+    assert {port["host_ip"] for port in dash["ports"]} == {"127.0.0.1"}
+    assert dash["cap_drop"] == ["ALL"] and dash["security_opt"] == ["no-new-privileges:true"]
+    assert dash["healthcheck"]["test"]
 
 
 def test_trainer_waits_for_policy_env_and_watchdog(stack: dict) -> None:

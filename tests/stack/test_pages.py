@@ -145,8 +145,8 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
-        **os.environ, "COMPOSE_FILE": "compose.yaml:compose.cpu.yaml", "COMPOSE_PROJECT_NAME": "opencode-rl-pages",
-        "RUNS_DIR": str(runs), "DASH_PORT": str(port),
+        **os.environ, "COMPOSE_FILE": "compose.dash.yaml", "COMPOSE_PROJECT_NAME": "opencode-rl-pages",
+        "RUNS_DIR": str(runs), "DASH_PORT": str(port), "TAG": IMAGE.rpartition(":")[2],
     }  # fmt: skip
 
     def compose(*arguments: str) -> None:
