@@ -5,7 +5,6 @@ It judges nothing; ``scripts.doctor.pitfalls`` does. What cannot be found out is
 
 import contextlib
 import importlib.metadata
-import inspect
 import io
 import json
 import os
@@ -73,19 +72,14 @@ def tool_call_round_trip(source: Source) -> list[dict[str, Any]]:
 
 
 def worker(source: Source, recipe_path: str) -> dict[str, Any]:
-    """What the trainer gives TRL's rollout worker, and which of it TRL's own code insists on."""
+    """What the trainer gives TRL's rollout worker, as far as it is plain values."""
     from pathlib import Path
-
-    from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
     from services.common import recipe
     from services.trainer import train
 
     given = train.worker_arguments(recipe.load(Path(recipe_path)), "http://policy", object, [], tokenizer_of(source))
-    signature = inspect.signature(HarnessRolloutWorker._loop_cls.__bases__[0].__init__)
-    insists = [name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty]
-    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | list)}
-    return {"given": plain, "insists_on": sorted(set(insists) & {"dataset", "eos_token_ids", "processing_class"})}
+    return {"given": {name: value for name, value in given.items() if isinstance(value, int | float | str | list)}}
 
 
 def push_callback() -> bool:
