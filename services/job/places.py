@@ -64,6 +64,7 @@ def variables(role: Role, given: Mapping[str, str]) -> dict[str, str]:
         "POLICY_GPU": "1" if role == "train" and not alias else "0",
         "EVALUATOR": "watch --hub" if role == "watch" else "final",
         "MACHINE_SINCE_S": str(time.time()),
+        "OWN_USER": pwd.getpwuid(os.geteuid()).pw_name,
         "APP_USER": _user(),
         # Whoever may use the Docker engine is root anyway; without one, env needs no more than the others.
         "ENV_USER": "root" if os.geteuid() == 0 and DOCKER_SOCKET.exists() else _user(),

@@ -33,6 +33,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
     def run(**scripts: str) -> tuple[Supervisor, Path]:
         config = rules()
+        config.remove_option("supervisord", "user")
         for section in [name for name in config.sections() if name.startswith("program:")]:
             name = section.removeprefix("program:")
             config.remove_option(section, "user")
