@@ -78,7 +78,7 @@ class GroupBook:
         """Position -> samples that came of a group that is not whole yet."""
         self._done: set[int] = set()
         """Positions at or after the cursor's whose group is whole: each of its samples is trained, out or held."""
-        self._dropped: list[int] = []
+        self._dropped = list(cursor.dropped)
         self._rows: deque[list[int]] = deque()
         """Serials in each micro-batch that was collated and not trained."""
         self._in_step: set[int] = set()
@@ -163,7 +163,7 @@ class GroupBook:
         end = max(self._done, default=self._cursor.next - 1) + 1
         end = max(end, self._cursor.next)
         started = {*self._cursor.again, *range(self._cursor.next, end)}
-        return Cursor(end, tuple(sorted(started - self._done))), pending
+        return Cursor(end, tuple(sorted(started - self._done)), tuple(self._dropped)), pending
 
     def _take_whole_groups(self, alive: Callable[[], bool]) -> None:
         until = time.monotonic() + WHOLE_GROUP_S

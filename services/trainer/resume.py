@@ -43,6 +43,8 @@ class Cursor:
     """First position that nothing is known of."""
     again: tuple[int, ...] = ()
     """Positions before it whose group was not finished."""
+    dropped: tuple[int, ...] = ()
+    """Positions whose group was given up since the last step; the next one's line in ``trained.jsonl`` names them."""
 
     def positions(self) -> Iterator[int]:
         yield from self.again
@@ -81,11 +83,12 @@ def begin(run: RunDir, cfg: Recipe, fetch: Fetch | None = None) -> Start:
         return Start(served_version=_highest_version(run))
     checkpoints.check(found)
     state = _state(found)
+    cursor = state["cursor"]
     _check_recipe(found, state, cfg)
     _roll_back(run, found.step)
     start = Start(
         checkpoint=found,
-        cursor=Cursor(state["cursor"]["next"], tuple(state["cursor"]["again"])),
+        cursor=Cursor(**{key: tuple(value) if isinstance(value, list) else value for key, value in cursor.items()}),
         pending=_pending(found),
         saved_version=state["model_version"],
         served_version=max(state["model_version"], _highest_version(run)),

@@ -92,6 +92,16 @@ def test_a_group_without_a_sample_is_done_and_is_not_made_again() -> None:
     assert desk.book.step_ended().dropped == []
 
 
+def test_a_group_that_was_given_up_just_before_a_checkpoint_is_named_after_the_resume() -> None:
+    desk = Desk()
+    desk.put(*group(0, 1), *group(1, 0))
+    desk.fetch()
+    desk.train(1)
+    cursor, _ = desk.book.position()
+    assert cursor == Cursor(2, (), (1,))
+    assert Desk(cursor).book.step_ended().dropped == [1]
+
+
 def test_a_sample_that_was_passed_over_is_counted_as_stale() -> None:
     desk = Desk()
     desk.put(*group(0, 3))

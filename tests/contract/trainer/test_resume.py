@@ -94,13 +94,15 @@ def test_no_sample_is_trained_twice_and_no_task_is_lost(runs: dict[str, RunDir])
     samples = Counter(tuple(sample) for line in lines for sample in line["samples"])
     assert max(samples.values()) == 1
     dropped = [position for line in lines for position in line["dropped"]]
-    assert dropped == sorted(set(dropped)) and 6 in dropped  # a group without one scored rollout, counted once
+    assert len(dropped) == len(set(dropped))
+    # A group without one scored rollout is made again when the worker comes round to it, and then given up.
+    again = (run_dir.read_json(last(runs["killed"]) / resume.ROLLOUT_STATE) or {})["cursor"]["again"]
     positions = {position for position, *_ in samples}
     # The last group may be cut by the last step; all before it are whole, or dropped.
     for position in range(max(positions)):
         expected = 0 if position % 7 == 6 else GENERATIONS - (position % 5 == 4)
         assert sum(1 for key in samples if key[0] == position) == expected, position
-        assert (expected == 0) == (position in dropped)
+        assert (expected == 0) == (position in dropped or position in again)
 
 
 @pytest.mark.parametrize("step", range(SAVE_STEPS, STEPS + 1, SAVE_STEPS))
