@@ -38,6 +38,9 @@ MAX_LOG_FILE_BYTES = 64 * 1024 * 1024
 """A larger file that the agent left in a mounted folder is removed unread."""
 MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
 """Largest file that a process in the sandbox can write."""
+KILLED = 137
+"""Exit code of a command that SIGKILL ended."""
+KILLED_LOOKS, KILLED_LOOK_S = 10, 0.2
 DISK_LOOK_S = 3.0
 """Between two looks at how much a sandbox has written: the engine walks its files for it."""
 
@@ -145,7 +148,7 @@ class Sandbox(DockerEnvironment):
         finally:
             if process.returncode is None:
                 process.kill()
-        if code != 0 and not await self._is_running():
+        if code != 0 and await self._has_ended(code):
             raise SandboxLostError(
                 f"the sandbox wrote more than env.sandbox_disk_mb = {self._disk_bytes >> 20} and was ended"
                 if self._over_disk
@@ -203,6 +206,15 @@ class Sandbox(DockerEnvironment):
         )  # fmt: skip
         output, _ = await process.communicate()
         return process.returncode == 0 and {line.split()[1] for line in output.splitlines()[1:]} <= {b"0"}
+
+    async def _has_ended(self, code: int) -> bool:
+        """Whether the container is gone. Args: code: of a command that failed in it."""
+        # The command of a killed container returns before the engine knows of the container's end.
+        for _ in range(KILLED_LOOKS if code == KILLED else 1):
+            if not await self._is_running():
+                return True
+            await asyncio.sleep(KILLED_LOOK_S if code == KILLED else 0)
+        return False
 
     async def _is_running(self) -> bool:
         process = await asyncio.create_subprocess_exec(
