@@ -20,12 +20,9 @@ from services.weight_sync import factors, proof, transport
 from services.weight_sync.canary import Canary, CanaryResult
 from services.weight_sync.checksum import checksum
 from services.weight_sync.errors import WeightSyncError
-from services.weight_sync.policy_server import PolicyServer
+from services.weight_sync.policy_server import MARGIN_S, PolicyServer
 
 log = logging.getLogger(__name__)
-
-MARGIN_S = 5.0
-"""What a call waits beyond the server's own limit, so that the server's error arrives and not ours."""
 
 
 class LoraFactorSync:

@@ -13,6 +13,8 @@ from services.weight_sync.errors import WeightSyncError
 POLL_S = 0.5
 CONTROL_TIMEOUT_S = 10.0
 """For calls that wait for at most one decode step."""
+MARGIN_S = 5.0
+"""What a call waits beyond the server's own limit, so that the server's error arrives and not ours."""
 
 
 class PolicyServer:
