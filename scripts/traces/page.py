@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,19 @@ POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 """All else is refused by the browser: a script that slipped through would not run, a picture not be loaded."""
+MAX_PAGE_CHARS = 32_000_000
+"""Rollouts after these are only named: a browser must be able to open the page."""
 LOGPROB_CLASSES = ((-0.05, ""), (-0.7, "l1"), (-2.3, "l2"), (-4.6, "l3"))
 """Lower bound in nats -> class: above 95, 50, 10 and 1 %; below that ``l4``."""
 
 
 def render(run_name: str, traces: Iterable[Trace], text_of: TokenText, listed_of: int) -> str:
     """Args: listed_of: how many rollouts the run has; the page says so when it holds fewer."""
-    rollouts = [_rollout(number, trace, text_of) for number, trace in enumerate(traces)]
+    rollouts: list[Html] = []
+    size = 0
+    for number, trace in enumerate(traces):
+        rollouts.append(_rollout(number, trace, text_of if size < MAX_PAGE_CHARS else None))
+        size += len(rollouts[-1])
     body = tag(
         "body",
         tag("h1", f"Rollouts of {run_name}"),
@@ -60,7 +67,8 @@ def _controls() -> Html:
     )
 
 
-def _rollout(number: int, trace: Trace, text_of: TokenText) -> Html:
+def _rollout(number: int, trace: Trace, text_of: TokenText | None) -> Html:
+    """Args: text_of: None: the page is full, and this rollout is only named."""
     record = trace.record
     verdict, colour = verdict_of(record)
     reward = record["reward"]
@@ -96,8 +104,11 @@ def verdict_of(record: Mapping[str, Any]) -> tuple[str, str]:
     return ("right", "good") if (record["reward"] or 0) >= 1 else ("wrong", "bad")
 
 
-def _body(trace: Trace, text_of: TokenText) -> Iterator[Html]:
+def _body(trace: Trace, text_of: TokenText | None) -> Iterator[Html]:
     yield _facts(trace.record)
+    if text_of is None:
+        yield tag("p", f"The page is full: make traces ID={trace.record['rollout_id'][:8]}, or fewer with N=")
+        return
     if trace.problem:
         yield tag("p", printable(trace.problem))
     turns = iter(trace.turns)
@@ -173,17 +184,23 @@ def _tokens(turn: Turn, text_of: TokenText) -> Html:
     summary = ", ".join(turn_facts(turn))
     if not turn.ids:
         return tag("p", summary)
-    known = len(turn.logprobs) == len(turn.ids)
-    spans = (
-        tag(
-            "span",
-            printable(text_of(token)),
-            class_=logprob_class(turn.logprobs[place]) or None if known else None,
-            title=f"{token}: {turn.logprobs[place]:.4f}" if known else str(token),
-        )
-        for place, token in enumerate(turn.ids)
-    )
-    return _folded(summary, tag("pre", *spans, class_="tokens"))
+    return _folded(summary, tag("pre", *_spans(turn, text_of), class_="tokens"))
+
+
+def _spans(turn: Turn, text_of: TokenText) -> Iterator[Html]:
+    """A span a token; sure ones that follow each other share one, or a page of a long run could not be opened."""
+    if len(turn.logprobs) != len(turn.ids):
+        yield tag("span", printable("".join(map(text_of, turn.ids))), title="no log-probabilities")
+        return
+    pairs = zip(turn.ids, turn.logprobs, strict=True)
+    for name, group in itertools.groupby(pairs, key=lambda pair: logprob_class(pair[1])):
+        if name:
+            for token, logprob in group:
+                yield tag("span", printable(text_of(token)), class_=name, title=f"{token}: {logprob:.4f}")
+        else:
+            tokens, logprobs = zip(*group, strict=True)
+            title = f"{len(tokens)} tokens, each at least {min(logprobs):.4f}"
+            yield tag("span", printable("".join(map(text_of, tokens))), title=title)
 
 
 def turn_facts(turn: Turn) -> list[str]:

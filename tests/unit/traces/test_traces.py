@@ -180,6 +180,27 @@ def test_any_text_and_attribute_comes_back_from_the_markup_as_it_was(text: str, 
     assert same(back.text, text) and same(back.value, value)
 
 
+def test_tokens_show_their_log_probability_and_sure_ones_share_a_span(run: RunDir) -> None:
+    line = captured(run, "cc04", ids=[1, 2, 3, 4, 5], logprobs=[-0.01, -0.04, -3.0, -9.0, -0.02])
+    text = page.render("r", [reader.load(run, line)], NO_TOKENIZER, 1)
+    expected = (
+        '<span title="2 tokens, each at least -0.0400"> 1 2</span><span class="l3" title="3: -3.0000"> 3</span>'
+        '<span class="l4" title="4: -9.0000"> 4</span><span title="1 tokens, each at least -0.0200"> 5</span>'
+    )
+    assert expected in text
+    line = captured(run, "cc05", ids=[1, 2], logprobs=[])
+    assert '<span title="no log-probabilities"> 1 2</span>' in page.render(
+        "r", [reader.load(run, line)], NO_TOKENIZER, 1
+    )
+
+
+def test_a_page_that_is_full_names_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MAX_PAGE_CHARS", 3_000)
+    text = whole_page(run)
+    assert text.count('class="rollout"') == 4
+    assert 1 <= text.count("The page is full: make traces ID=") <= 3
+
+
 def test_the_page_forbids_every_script_but_its_own_and_every_request(run: RunDir) -> None:
     text = whole_page(run)
     assert html.escape(page.POLICY) in text
