@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,18 @@ def test_the_live_view_ends_with_the_run(run: RunDir, monkeypatch: pytest.Monkey
     monkeypatch.setattr(status.time, "sleep", sleep)
     assert status._show(None, once=False, as_text=False) == 0
     assert len(looks) == 2
+
+
+def test_the_newest_run_is_the_one_that_lived_last_and_not_the_one_that_was_looked_at(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
+    monkeypatch.delenv("RUN_NAME", raising=False)
+    older = RunDir(run.path.parent / "older")
+    older.prepare()
+    fake.beat(older, "trainer", "done")
+    for folder, age_s in ((older, 100.0), (run, 50.0)):
+        for beat in folder.heartbeats.iterdir():
+            os.utime(beat, (fake.T0 - age_s, fake.T0 - age_s))
+    (older.path / "traces.html").write_text("looked at just now")
+    assert run_view.find_run().path.name == "running"
