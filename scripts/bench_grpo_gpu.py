@@ -143,7 +143,7 @@ def turns(messages: list[dict[str, Any]], longest: int) -> list[list[int]]:
     return calls
 
 
-class ReplaySession(ResourceSession):  # type: ignore[misc]
+class ReplaySession(ResourceSession):
     """One rollout: each recorded call asked of the policy, with its own earlier answers in the prompt."""
 
     def __init__(self, traffic: Traffic, calls: list[list[int]]) -> None:
@@ -238,7 +238,7 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
     sync = weight_transfer(run, cfg, bench_sync.URL, device="cpu" if on_cpu else "cuda:0")
     each: list[dict[str, float]] = []
 
-    class Recorder(TrainerCallback):  # type: ignore[misc]
+    class Recorder(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_kwargs: Any) -> None:
             if logs is not None and "train_runtime" not in logs:
                 numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
