@@ -86,9 +86,10 @@ def begin(run: RunDir, cfg: Recipe, fetch: Fetch | None = None) -> Start:
     cursor = state["cursor"]
     _check_recipe(found, state, cfg)
     _roll_back(run, found.step)
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in cursor.items()}
     start = Start(
         checkpoint=found,
-        cursor=Cursor(**{key: tuple(value) if isinstance(value, list) else value for key, value in cursor.items()}),
+        cursor=Cursor(**fields),
         pending=_pending(found),
         saved_version=state["model_version"],
         served_version=max(state["model_version"], _highest_version(run)),
