@@ -6,6 +6,7 @@ The Jobs API is tests/hub's. What a real Job adds is listed in docs/hf-jobs.md a
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pwd
 import subprocess
@@ -313,3 +314,11 @@ def test_a_trial_of_this_backend_gets_our_class_and_the_recipe_s_limits(tmp_path
         "job_timeout": 1800.0,
     }  # fmt: skip
     assert build(sandbox="docker", **common).environment.import_path is None
+
+
+def test_the_real_sandbox_takes_what_we_give_it() -> None:
+    created = set(inspect.signature(huggingface_hub.Sandbox.create).parameters)
+    assert created >= {"image", "flavor", "idle_timeout", "forward_hf_token", "labels", "start_timeout"}
+    ran = set(inspect.signature(huggingface_hub.Sandbox.run).parameters)
+    assert ran >= {"cmd", "shell", "cwd", "env", "timeout", "check", "capture_output", "on_stdout", "on_stderr"}
+    assert hub_sandbox.LABEL not in huggingface_hub._sandbox.RESERVED_SANDBOX_LABELS
