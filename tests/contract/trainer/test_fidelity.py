@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from services.common import run_dir
+from services.common.errors import StoppedError
 from services.common.run_dir import RunDir
 from services.trainer import fidelity, packing, sampling_check
 from services.trainer.policy_versions import FILE
@@ -60,18 +62,33 @@ def test_an_honest_policy_passes_every_check_and_every_control_shows(vllm_server
 def test_a_base_that_drifts_fails_its_own_checks(vllm_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with bench_on(vllm_server) as bench:
         bench.sync.init_weight_transfer()
-        randomise = fidelity.randomise
+        send = fidelity._Bench.send
+        sent = []
 
-        def drifting(model: torch.nn.Module, scale: float, seed: int) -> None:
-            randomise(model, scale, seed)
-            if seed == SYNCS:  # after the sync that compares the bases
-                names.base_weight(model, "model.layers.0.feed_forward.w1")[0, 0] += 1e-6
+        def drifting(found: fidelity._Bench) -> None:
+            send(found)
+            sent.append(found)
+            if len(sent) == SYNCS:  # after the last proof, or it would end there
+                names.base_weight(found.model, "model.layers.0.feed_forward.w1")[0, 0] += 1e-6
 
-        monkeypatch.setattr(fidelity, "randomise", drifting)
+        monkeypatch.setattr(fidelity._Bench, "send", drifting)
         checks = fidelity.many_sync_checks(bench)
     assert failed(checks) == [
         f"hash of all base weights after {SYNCS} syncs", f"trainer's base weights that {SYNCS} syncs changed"
     ]  # fmt: skip
+
+
+def test_a_base_that_drifts_between_two_syncs_stops_the_run_at_the_next(vllm_server: Any) -> None:
+    with bench_on(vllm_server) as bench:
+        bench.sync.prove_with(base_weight=functools.partial(names.base_weight, bench.model))
+        bench.sync.init_weight_transfer()
+        for version in (1, 2):
+            fidelity.randomise(bench.model, bench.cfg.lora_scale, seed=version)
+            bench.send()
+        with torch.no_grad():
+            names.base_weight(bench.model, "model.layers.0.feed_forward.w1")[0, 0] += 1e-6
+        with pytest.raises(StoppedError, match=r"1 of 22 merged weights differ .* first model\.layers\.0\.feed_forw"):
+            bench.send()
 
 
 def test_another_adapter_in_the_trainer_than_the_one_served_fails_its_own_checks(vllm_server: Any) -> None:
