@@ -1,7 +1,7 @@
 """Where a step's time goes, for ``metrics.jsonl``: shares of the trainer's step, and how busy the policy was meanwhile.
 
 The trainer's part comes from TRL's own ``perf/`` numbers. The policy's comes from vLLM's metrics page: counters over
-the step, and the number of running requests, which is a gauge and so is sampled, every ``SAMPLE_S`` on a thread.
+the step, and whether requests were running, which is a gauge and so is sampled, every ``SAMPLE_S`` on a thread.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 import httpx
 
-SAMPLE_S = 2.0
+SAMPLE_S = 0.5
 """Rendering the page takes a few milliseconds of the API server's time."""
 TIMEOUT_S = 5.0
 
 _NAMES = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total", "process_cpu_seconds_total",
+    "vllm:generation_tokens_total", "vllm:request_inference_time_seconds_sum", "process_cpu_seconds_total",
 )  # fmt: skip
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
 
@@ -67,9 +67,10 @@ class PolicyLoad:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: ``idle/policy``, share of the samples in which no request was running;
-        ``policy/running`` and ``policy/waiting``, mean requests; ``policy/prefix_cache_hit_share`` of prompt tokens;
-        ``policy/prompt_tok_s``, ``policy/generated_tok_s``; ``policy/preemptions``; ``cpu/policy_cores`` (vLLM's API
-        server; on a CPU the engine is in it) and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
+        ``policy/waiting``, mean over the samples; ``policy/running``, mean requests, from the seconds that those which
+        ended had run; ``policy/prefix_cache_hit_share`` of prompt tokens; ``policy/prompt_tok_s``,
+        ``policy/generated_tok_s``; ``policy/preemptions``; ``cpu/policy_cores`` (vLLM's API server, without its engine)
+        and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
         page = self.sample()
         with self._lock:
             running, self._running = self._running, []
@@ -79,7 +80,6 @@ class PolicyLoad:
         found: dict[str, float] = {}
         if running:
             found["idle/policy"] = sum(value == 0 for value in running) / len(running)
-            found["policy/running"] = sum(running) / len(running)
             found["policy/waiting"] = sum(waiting) / len(waiting)
         if before is not None and page:
             found |= _rates(before[1], page, now - before[0])
@@ -114,9 +114,10 @@ class PolicyLoad:
 
 def _rates(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:
     change = {name: now[name] - before[name] for name in _NAMES if name in before and name in now}
-    if any(value < 0 for name, value in change.items() if name.endswith("_total")):
+    if any(value < 0 for name, value in change.items() if name.endswith(("_total", "_sum"))):
         return {}  # the policy was started again
     found = {
+        "policy/running": change.get("vllm:request_inference_time_seconds_sum", 0.0) / seconds,
         "policy/prompt_tok_s": change.get("vllm:prompt_tokens_total", 0.0) / seconds,
         "policy/generated_tok_s": change.get("vllm:generation_tokens_total", 0.0) / seconds,
         "policy/preemptions": change.get("vllm:num_preemptions_total", 0.0),
