@@ -15,13 +15,17 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.common import recipe, run_dir
+from services.common import log, recipe, run_dir
 from services.common.errors import StackError
 
 PHASES = (
     "starting", "compiling", "first_sync", "rollout", "training", "sync", "saving", "pushing", "evaluating",
     "watching", "serving", "done", "failed",
 )  # fmt: skip
+
+
+MAX_ERROR = 500
+"""Characters kept of the error that ended a service."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ class Pulse:
         self._thread.start()
         return self
 
-    def __exit__(self, exc_type: object, *_rest: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self._beat.phase != "done":
-            self.set("failed" if exc_type else "done")
+        if exc_type is not None:
+            # Who starts the service again, and who looks at it, sees why it ended.
+            self.set("failed", error=log.redacted(f"{exc_type.__name__}: {error}")[:MAX_ERROR])
+        elif self._beat.phase != "done":
+            self.set("done")
 
     def set(self, phase: str | None = None, step: int | None = None, **detail: Any) -> None:
         """Record progress. Raises: ValueError: a phase that is not in PHASES."""

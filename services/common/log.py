@@ -5,6 +5,7 @@ Events carry names and numbers. Prompt text, token ids and secrets are never log
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,11 +17,26 @@ _RESERVED = set(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _SECRET_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "OPENENV_CAPTURE_ADMIN_KEY")
 
 
+def _secrets() -> list[str]:
+    found = [os.environ.get(name, "") for name in _SECRET_VARIABLES]
+    if path := os.environ.get("HF_TOKEN_PATH"):
+        with contextlib.suppress(OSError):
+            found.append(Path(path).read_text().strip())
+    return [value for value in found if len(value) >= 8]
+
+
+def redacted(text: str) -> str:
+    """The text without any secret that this process was given."""
+    for secret in _secrets():
+        text = text.replace(secret, "[secret]")
+    return text
+
+
 class _JsonFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
-        self._secrets = [value for name in _SECRET_VARIABLES if len(value := os.environ.get(name, "")) >= 8]
+        self._secrets = _secrets()
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

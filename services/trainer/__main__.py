@@ -130,6 +130,8 @@ class Supervisor:
         """One training process, from start to end."""
         newest = self._run.complete_checkpoints()[-1:]
         self._attempts.record_start(newest[0].path.name if newest else None)
+        # The last process's: nobody may take it for the next one's.
+        (self._run.heartbeats / "trainer").unlink(missing_ok=True)
         # A session of its own: what the process leaves behind when it is killed, TRL's worker too, is in its group.
         child = subprocess.Popen([sys.executable, "-m", "services.trainer.train"], start_new_session=True)
         asked: dict[str, Any] | None = None
@@ -149,7 +151,8 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         began = bool(run_dir.read_lines(self._run.path / policy_versions.FILE))
-        return supervise.judge(code, asked, began=began)
+        beat = health.read_heartbeats(self._run).get("trainer")
+        return supervise.judge(code, asked, began=began, error=beat.detail.get("error", "") if beat else "")
 
     def _asked(self) -> dict[str, Any] | None:
         if self._stop.is_set():

@@ -27,13 +27,14 @@ class Verdict:
     """Start again from the newest checkpoint, if the recipe still allows it."""
 
 
-def judge(code: int, asked: dict[str, Any] | None, *, began: bool) -> Verdict:
+def judge(code: int, asked: dict[str, Any] | None, *, began: bool, error: str = "") -> Verdict:
     """What to do after the training process ended.
 
     Args:
         code: its exit code; a negative one is the signal that killed it.
         asked: the stop request that it was ended for, if any.
         began: whether the run ever got as far as serving a policy. What fails before would fail again.
+        error: its last words.
     """
     if asked is not None and asked.get("by") == "signal":
         return Verdict(SIGTERM_CODE, asked["reason"])
@@ -43,7 +44,7 @@ def judge(code: int, asked: dict[str, Any] | None, *, began: bool) -> Verdict:
         return Verdict(0, "done")
     if code < 0:
         return Verdict(1, f"the training process was killed by {signal.Signals(-code).name}", resume=True)
-    reason = f"the training process ended with exit code {code}"
+    reason = f"the training process ended with exit code {code}" + (f": {error}" if error else "")
     return Verdict(code, reason, resume=began and code not in FINAL)
 
 

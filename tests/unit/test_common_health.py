@@ -164,3 +164,16 @@ def test_the_http_probe_is_well_only_with_a_200() -> None:
 def test_wrong_usage_of_the_probe_is_exit_code_2(arguments: list[str]) -> None:
     result = _probe(*arguments)
     assert result.returncode == 2 and result.stderr.startswith("usage:")
+
+
+def test_the_last_beat_of_a_service_that_failed_says_why_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_planted_token")
+    run = RunDir(tmp_path)
+    with pytest.raises(RuntimeError), health.Pulse("trainer", run):
+        raise RuntimeError("the Hub refuses hf_planted_token " + "x" * 900)
+    beat = health.read_heartbeats(run)["trainer"]
+    assert beat.phase == "failed"
+    assert beat.detail["error"].startswith("RuntimeError: the Hub refuses [secret]")
+    assert len(beat.detail["error"]) <= health.MAX_ERROR

@@ -223,6 +223,11 @@ def test_what_becomes_of_a_run(code: int, asked: dict | None, began: bool, expec
     assert supervise.judge(code, asked, began=began) == expected
 
 
+def test_the_last_words_of_a_training_process_are_in_the_verdict() -> None:
+    found = supervise.judge(3, None, began=True, error="WeightSyncError: policy is away")
+    assert found.reason == "the training process ended with exit code 3: WeightSyncError: policy is away"
+
+
 def test_the_wait_before_a_resume_doubles_up_to_a_limit() -> None:
     limits = Limits(resume_backoff_s=10, max_backoff_s=60)
     assert [supervise.backoff_s(resumes, limits) for resumes in range(5)] == [10, 20, 40, 60, 60]
