@@ -19,6 +19,8 @@ POLL_S = 0.005
 PHASE_LIMIT_S = 240.0
 RECOVERY_LIMIT_S = 420.0
 NAMED_LIMIT_S = 60.0
+RESUMED = ("policy", "trainer", "training")
+"""Victims without which the training process ends, and is started again."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Torment:
             now = time.time()
             if outcome.back_s is None and self._is_back(fault, outcome):
                 outcome.back_s = round(now - outcome.struck_at, 1)
-            if outcome.step_s is None and self._stepped_since(outcome.struck_at):
+            if outcome.step_s is None and self._stepped(fault, outcome):
                 outcome.step_s = round(now - outcome.struck_at, 1)
             ended = self._run.result.exists()
             if outcome.step_s is not None and (outcome.back_s is not None or ended):
@@ -137,7 +139,8 @@ class Torment:
         if fault.victim == "sandbox":
             return True  # nobody waits for that one; the group goes on without it
         if fault.freeze:
-            return True
+            lines = run_dir.read_lines(self._run.attempts)
+            return any(line["event"] == "started" and line["time_s"] > outcome.struck_at for line in lines)
         service = "trainer" if fault.victim == "training" else fault.victim
         if service != "policy":
             beat = health.read_heartbeats(self._run).get(service)
@@ -145,8 +148,14 @@ class Torment:
         versions = run_dir.read_lines(self._run.path / "policy_versions.jsonl")
         return any(line.get("served_s", 0) > outcome.struck_at for line in versions[-3:])
 
-    def _stepped_since(self, at_s: float) -> bool:
-        return any(line["time_s"] > at_s for line in run_dir.read_lines(self._run.trained)[-2:])
+    def _stepped(self, fault: Fault, outcome: Outcome) -> bool:
+        """Whether an optimizer step came after the blow; of one that ends the training process, after its return."""
+        since_s = outcome.struck_at
+        if fault.victim in RESUMED:
+            if outcome.back_s is None:
+                return False
+            since_s += outcome.back_s
+        return any(line["time_s"] > since_s for line in run_dir.read_lines(self._run.trained)[-2:])
 
     def _what(self, outcome: Outcome) -> str:
         ends = [line for line in run_dir.read_lines(self._run.attempts) if line["event"] == "ended"]
