@@ -107,7 +107,7 @@ def make_evaluator(
 
     yield make
     for pulse in opened:
-        pulse.__exit__(None)
+        pulse.__exit__(None, None, None)
 
 
 def _impatient(runner: type[rollout.Runner]) -> Callable[..., rollout.Runner]:
