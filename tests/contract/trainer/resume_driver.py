@@ -136,6 +136,8 @@ def main(folder: Path) -> None:
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     with signals.stop_event() as stop, health.Pulse("trainer", run) as pulse:
         start = resume.begin(run, cfg)
+        if start.step >= STEPS:
+            return
         worker = StoppableWorker(
             stop=stop, cursor=start.cursor, min_group_size=2, max_group_tries=2,
             harness_session_factory=FakeFactory, model_name="policy", dataset=dataset, reward_funcs=[],

@@ -64,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunDir]
     whole, killed = RunDir(folder / "whole"), RunDir(folder / "killed")
     first, other = Attempt(killed), Attempt(whole)
     try:
-        first.kill_after_step(random.randint(SAVE_STEPS, STEPS - 1))
+        first.kill_after_step(random.randint(1, STEPS - 2))  # not so late that nothing is left to resume
         killed_at = len(run_dir.read_lines(killed.trained))
         print(f"killed after step {killed_at}")
         Attempt(killed).finish()
