@@ -24,7 +24,7 @@ from services.weight_sync.policy_server import PolicyServer
 
 
 class RecordedSync(LoraFactorSync):
-    """``LoraFactorSync`` of a run. Version N is the adapter after N - 1 syncs of this process; 1 is B = 0."""
+    """``LoraFactorSync`` of a run. Versions count on over all attempts; 1 is B = 0."""
 
     merges_in_trainer = False
 

@@ -103,6 +103,20 @@ def test_what_a_signal_killed_is_started_again_and_what_ended_by_itself_is_not(s
     assert pids.read_text().count("\n") == 3
 
 
+@pytest.mark.parametrize(("code", "starts"), [(0, 2), (2, 1)])
+def test_a_policy_whose_engine_died_is_started_again_and_one_that_was_refused_is_not(
+    start, tmp_path: Path, code: int, starts: int
+) -> None:
+    """vLLM exits with 0 after its engine died; services.policy with a code of its own when it cannot start."""
+    seen = tmp_path / "starts"
+    supervisor, _ = start(policy=f"echo up >> {seen}; [ $(wc -l < {seen}) = 2 ] && sleep 60; exit {code}")
+    supervisor.start("policy")
+    wait_for(lambda: seen.exists() and seen.read_text().count("up") == starts)
+    time.sleep(1.5)
+    assert seen.read_text().count("up") == starts
+    assert supervisor.look("policy").running is (code == 0)
+
+
 def test_a_stop_is_a_sigterm_to_the_program_itself(start) -> None:
     supervisor, output = start(policy_eval="trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.1; done")
     supervisor.start("policy-eval")
