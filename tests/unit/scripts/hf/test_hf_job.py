@@ -4,8 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -388,22 +386,23 @@ def test_logs_of_no_job_is_one_message(server: LocalHub, ready: Path) -> None:
     assert code == 2 and "no training Job of none" in output
 
 
-def test_the_verbs_of_the_makefile_reach_the_program(tmp_path: Path) -> None:
-    """`make -n`: what would be run."""
+def test_the_verbs_of_the_makefile_reach_the_program() -> None:
+    """`make -n` by somebody in a shell: what would be run. (`make test` exports a RECIPE to all that it runs.)"""
+
+    def shown(verb: str, **variables: str) -> str:
+        shell = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        done = subprocess.run(
+            ["make", "-n", verb], cwd=ROOT, env=shell | variables, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
     for verb, command in {
         "hf-job": "scripts.hf_job train", "hf-eval-job": "scripts.hf_job eval", "hf-logs": "scripts.hf_job logs",
         "hf-status": "scripts.hf_job status", "hf-stop": "scripts.hf_job stop", "push": "scripts.push",
     }.items():  # fmt: skip
-        done = subprocess.run(["make", "-n", verb], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert command in done.stdout, textwrap.indent(done.stdout, verb)
-    shown = subprocess.run(["make", "-n", "hf-job"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "RECIPE=data/recipes/lfm2.5-2.6b.toml" in shown
-    environment = {**os.environ, "RECIPE": "mine.toml"}
-    own = subprocess.run(
-        ["make", "-n", "hf-job"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert "RECIPE=mine.toml" in own.stdout
-    assert sys.executable
+        assert command in shown(verb), verb
+    assert "RECIPE=data/recipes/lfm2.5-2.6b.toml" in shown("hf-job")
+    assert "RECIPE=mine.toml" in shown("hf-job", RECIPE="mine.toml")
 
 
 def test_a_resumed_run_is_told_to_fetch_its_checkpoint(server: LocalHub, ready: Path) -> None:
