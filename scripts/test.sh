@@ -5,6 +5,8 @@
 # Prints the counts of each kind at the end; exits non-zero if any failed or none ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+# The tests choose their own: what `make` exports, or the caller's shell has, must not reach them.
+unset RECIPE VARIANT COMPOSE_FILE RUN_NAME MAX_STEPS WATCH
 
 python=.venv/bin/python
 reports=$(mktemp -d)

@@ -62,7 +62,8 @@ def rollouts(run: RunDir) -> list[dict]:
 
 
 def test_training_ended_and_every_step_was_recorded(smoke: RunDir) -> None:
-    assert run_dir.read_json(smoke.result) | {"at": ""} == {"exit_code": 0, "reason": "done", "step": STEPS, "at": ""}
+    result = run_dir.read_json(smoke.result)
+    assert result | {"at": ""} == {"exit_code": 0, "reason": "done", "step": STEPS, "resumes": 0, "at": ""}
     lines = run_dir.read_lines(smoke.metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["weight_sync/version"] == line["step"] + 1 for line in lines)
