@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from scripts.stack import ROOT, compose_files
 from services.common import run_dir
 from services.common.errors import NotReadyError, RecipeError, run_main
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "opencode-rl-fidelity"
 CASES = ROOT / "tests" / "cases" / "lfm2_tool_calls.json"
 
@@ -73,8 +73,8 @@ class Compose:
     """``docker compose`` on this repository's files, under a project name of its own."""
 
     def __init__(self, variant: str) -> None:
-        files = ["compose.yaml", *(["compose.cpu.yaml"] if variant == "cpu" else [])]
-        self._command = ["docker", "compose", *(part for name in files for part in ("--file", str(ROOT / name)))]
+        files = (str(ROOT / name) for name in compose_files(variant))
+        self._command = ["docker", "compose", *(part for name in files for part in ("--file", name))]
         self._environment = {**os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "TAG": os.environ.get("TAG") or variant}
 
     def run(self, *arguments: str, check: bool = True) -> None:

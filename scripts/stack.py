@@ -48,14 +48,17 @@ def git_revision() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def compose_files(variant: str) -> list[str]:
+    """Names of the files that make the stack of ``cpu`` or ``cuda``."""
+    return ["compose.yaml", *(["compose.cpu.yaml"] if variant == "cpu" else [])]
+
+
 class Stack:
     """``docker compose`` with this run's files and environment."""
 
     def __init__(self, variant: str, environment: dict[str, str], stop: signals.StopFlag) -> None:
-        files = "compose.yaml:compose.cpu.yaml" if variant == "cpu" else "compose.yaml"
-        if os.environ.get("HF_TOKEN"):
-            files += ":compose.hub.yaml"
-        self._environment = {"COMPOSE_FILE": files, **os.environ, **environment}
+        files = [*compose_files(variant), *(["compose.hub.yaml"] if os.environ.get("HF_TOKEN") else [])]
+        self._environment = {"COMPOSE_FILE": ":".join(files), **os.environ, **environment}
         self._stop = stop
 
     def __call__(self, *arguments: str, check: bool = True, quiet: bool = True, always: bool = False) -> int:

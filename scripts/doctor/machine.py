@@ -14,6 +14,7 @@ from typing import Any
 
 from scripts.checks import Check, not_ready, ok, skipped, unfit, warn
 from scripts.doctor.setup import Setup, output_of
+from scripts.stack import compose_files
 
 MIN_DISK_GB = 10
 MIN_MEMORY_GB = 12
@@ -104,8 +105,7 @@ def shared_memory(setup: Setup, services: dict[str, Any] | None = None, meminfo:
 
 
 def _files(setup: Setup) -> list[str]:
-    names = ["compose.yaml", *(["compose.cpu.yaml"] if setup.variant == "cpu" else [])]
-    return [part for name in names for part in ("--file", name)]
+    return [part for name in compose_files(setup.variant) for part in ("--file", name)]
 
 
 def disk(setup: Setup) -> Check:

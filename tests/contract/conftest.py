@@ -47,16 +47,21 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
     command = argv(recipe, "train", "cpu", python=sys.executable)
     command[command.index("--port") + 1] = str(port)
     command[command.index("--host") + 1] = "127.0.0.1"
-    log = models / "vllm.log"
+    url = f"http://127.0.0.1:{port}"
+    with serving(command, environment(recipe, "train", "cpu"), url, models / "vllm.log") as process:
+        yield VllmServer(url, recipe, models / "random-lfm2", process)
+
+
+@contextlib.contextmanager
+def serving(command: list[str], variables: dict[str, str], url: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, from when it is healthy. Args: variables: set over this process's own environment."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment(recipe, "train", "cpu")}, stdout=stream, stderr=stream,
-            start_new_session=True,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+            command, env={**os.environ, **variables}, stdout=stream, stderr=stream, start_new_session=True
+        )
     try:
         wait_until_healthy(url, process, log)
-        yield VllmServer(url, recipe, models / "random-lfm2", process)
+        yield process
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)

@@ -13,9 +13,10 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -126,6 +127,20 @@ class Stack:
 
     runs: Path
     name: str = field(default_factory=lambda: f"envtest-{uuid.uuid4().hex[:8]}")
+
+    @classmethod
+    @contextmanager
+    def started(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Self]:
+        """One that is up; its logs are shown and it is taken down at the end, whatever happened."""
+        runs = tmp_path_factory.mktemp("runs")
+        runs.chmod(0o777)
+        stack = cls(runs)
+        try:
+            stack.up()
+            yield stack
+        finally:
+            print(stack.logs())
+            stack.down()
 
     @property
     def run(self) -> run_dir.RunDir:
@@ -269,15 +284,8 @@ def wait_for(condition: Any, limit_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    runs = tmp_path_factory.mktemp("runs")
-    runs.chmod(0o777)
-    stack = Stack(runs)
-    try:
-        stack.up()
+    with Stack.started(tmp_path_factory) as stack:
         yield stack
-    finally:
-        print(stack.logs())
-        stack.down()
 
 
 @pytest.fixture(scope="module")

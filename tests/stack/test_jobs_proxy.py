@@ -49,15 +49,8 @@ class JobStack(Stack):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobStack]:
-    runs = tmp_path_factory.mktemp("runs")
-    runs.chmod(0o777)
-    stack = JobStack(runs)
-    try:
-        stack.up()
+    with JobStack.started(tmp_path_factory) as stack:
         yield stack
-    finally:
-        print(stack.logs())
-        stack.down()
 
 
 def test_env_asked_its_own_public_address_before_it_served(stack: JobStack) -> None:

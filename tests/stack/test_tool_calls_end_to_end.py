@@ -28,15 +28,8 @@ AMBIGUOUS = "<|tool_call_start|>[bash(command='touch 'ran-1'') bash(command='tou
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    runs = tmp_path_factory.mktemp("runs")
-    runs.chmod(0o777)
-    stack = Stack(runs)
-    try:
-        stack.up()
+    with Stack.started(tmp_path_factory) as stack:
         yield stack
-    finally:
-        print(stack.logs())
-        stack.down()
 
 
 def sampler(stack: Stack, name: str, *texts: str) -> str:

@@ -5,9 +5,6 @@ Two real vLLM servers on a small random LFM2: the training policy with a synced 
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +32,7 @@ from services.weight_sync.checksum import checksum
 from services.weight_sync.client import LoraFactorSync
 from services.weight_sync.policy_server import PolicyServer
 from services.weight_sync.proof import whole_checksums
-from tests.contract.conftest import free_ports, wait_until_healthy
+from tests.contract.conftest import free_ports, serving
 
 TOKENS = 48
 FLOAT_NOISE = 1e-4
@@ -50,19 +47,10 @@ def eval_url(vllm_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command = argv(recipe, "eval", "cpu", python=sys.executable)
     command[command.index("--port") + 1] = str(port)
     command[command.index("--host") + 1] = "127.0.0.1"
-    log = tmp_path_factory.mktemp("policy-eval") / "vllm.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment(recipe, "eval", "cpu")}, stdout=stream, stderr=stream,
-            start_new_session=True,
-        )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(url, process, log)
+    log = tmp_path_factory.mktemp("policy-eval") / "vllm.log"
+    with serving(command, environment(recipe, "eval", "cpu"), url, log):
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,6 @@ token ids through detokenizer and parser as a chat completion does, so the text 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from services.policy.argv import TOOL_PARSER, TOOL_PARSER_PLUGIN
 from services.policy.lfm2_calls import TOOL_CALL_END, TOOL_CALL_START
-from tests.contract.conftest import free_ports, wait_until_healthy
+from tests.contract.conftest import free_ports, serving
 
 MODEL = Path(__file__).parents[3] / "data" / "models" / "tiny-lfm2"
 ARGUMENT = "echo \"a 'quoted' b\" && " * 3200
@@ -44,24 +41,17 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (port,) = free_ports(1)
-    log = tmp_path_factory.mktemp("api") / "vllm.log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(MODEL), "--enable-scale-out",
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32",
         "--max-model-len", str(2 * len(ARGUMENT)), "--disable-uvicorn-access-log",
         "--enable-auto-tool-choice", "--tool-parser-plugin", str(TOOL_PARSER_PLUGIN), "--tool-call-parser", TOOL_PARSER,
     ]  # fmt: skip
-    # The model's own limit is shorter; nothing is computed with it here.
-    environment = {**os.environ, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(url, process, log)
+    # The model's own limit is shorter; nothing is computed with it here.
+    variables = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with serving(command, variables, url, tmp_path_factory.mktemp("api") / "vllm.log"):
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")

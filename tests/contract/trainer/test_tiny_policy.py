@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -36,6 +33,7 @@ from services.common.errors import RecipeError
 from services.common.recipe import Env
 from services.env import opencode
 from services.policy import argv
+from tests.contract.conftest import serving
 
 ROOT = Path(__file__).parents[3]
 SHIPPED, TASKS = ROOT / "data/models/tiny-lfm2", ROOT / "data/tasks"
@@ -59,31 +57,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELS_DIR", str(SHIPPED.parent))
         command = argv.argv(smoke, "train", "cpu", sys.executable)
-        environment = {**os.environ, **argv.environment(smoke, "train", "cpu")}
-    log = tmp_path_factory.mktemp("vllm") / "log"
+        variables = {"MODELS_DIR": str(SHIPPED.parent), **argv.environment(smoke, "train", "cpu")}
     url = f"http://127.0.0.1:{argv.PORT}"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
-        try:
-            wait_until_served(url, process, log)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    pytest.fail(f"not served after 10 minutes: {log.read_text()[-3000:]}")
+    with serving(command, variables, url, tmp_path_factory.mktemp("vllm") / "vllm.log"):
+        yield url
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

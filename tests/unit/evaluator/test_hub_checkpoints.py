@@ -3,10 +3,9 @@
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from rich.console import Console
 
@@ -24,15 +23,6 @@ from tests.hub.server import Fault, LocalHub
 
 REPO = "local/adapter"
 Files = Callable[..., dict[str, bytes]]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with LocalHub() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-    huggingface_hub.close_session()
 
 
 @pytest.fixture

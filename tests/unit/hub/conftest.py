@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 
 from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir
-from tests.hub.server import LocalHub
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with LocalHub() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-    huggingface_hub.close_session()
 
 
 @pytest.fixture

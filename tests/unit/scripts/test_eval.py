@@ -1,10 +1,8 @@
 """``make eval`` up to where containers start: run, recipe, checkpoint and tasks, each found or refused before."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
@@ -138,15 +136,6 @@ def test_a_stack_that_is_in_use_is_left_alone(
     code, err = _main(monkeypatch)
     assert code == MachineError.exit_code and "env, trainer of this project run already" in err
     assert "up" not in asked and "down" not in asked
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with LocalHub() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-    huggingface_hub.close_session()
 
 
 def test_an_adapter_of_the_hub_is_brought_here_and_named_by_full_commit(server: LocalHub, run: RunDir) -> None:

@@ -3,11 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
@@ -26,15 +25,6 @@ from tests.hub.server import Fault, LocalHub
 
 ROOT = Path(__file__).resolve().parents[3]
 REVISION = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with LocalHub() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-    huggingface_hub.close_session()
 
 
 @pytest.fixture

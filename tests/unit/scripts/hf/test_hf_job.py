@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
@@ -70,15 +69,6 @@ class _Registry(BaseHTTPRequestHandler):
 
     def log_message(self, *_arguments: object) -> None:
         pass
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with LocalHub() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-    huggingface_hub.close_session()
 
 
 @pytest.fixture
