@@ -234,7 +234,9 @@ class Trainer(Section):
     max_steps: Positive = 1000
     """Optimizer steps of the run."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Constant over the run."""
+    """Of the first step."""
+    lr_scheduler_type: Literal["constant", "linear"] = "constant"
+    """``linear``: it falls to zero over ``max_steps``."""
     groups_per_step: Positive = 1
     """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
     samples_per_row: Positive = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json as json_
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -12,9 +13,11 @@ import httpx
 import orjson
 from openenv.core.harness.capture.server import UpstreamPool
 from openenv.core.harness.capture.upstream import InferenceClient, auth_headers
-from starlette.responses import PlainTextResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from typing_extensions import override
 
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 """Of one model call; a long conversation is below 2 MB."""
@@ -24,16 +27,43 @@ class DataPlane:
     """Only what an agent needs of the capture proxy: model calls with a session's key, and the liveness probe.
 
     OpenEnv's admin routes ask for a key. In this port they do not exist: the rollouts use the registry in process.
+    Model calls go straight to OpenEnv's handler: FastAPI's layers around it have nothing to do for this one route, and
+    they and an answer in four writes were a third of what a call costs here.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: Starlette) -> None:
+        """Raises: RuntimeError: the application has no handler of model calls where OpenEnv's has it."""
         self._app = app
+        self._model_call = _handler(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := _refusal(scope)) is not None:
-            await refusal(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+        elif (refusal := _refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        elif scope["method"] == "GET":
+            await self._app(scope, receive, send)
+        else:
+            response = await self._model_call(scope["path"].lstrip("/"), Request(scope, receive))
+            await (await in_one_piece(response))(scope, receive, send)
+
+
+def _handler(app: Starlette) -> Callable[[str, Request], Awaitable[Response]]:
+    for route in app.routes:
+        if isinstance(route, Route) and route.path == "/{path:path}" and "POST" in (route.methods or ()):
+            return route.endpoint
+    raise RuntimeError("this OpenEnv has no handler of model calls at /{path:path}; services.env.http calls it")
+
+
+async def in_one_piece(response: Response) -> Response:
+    """A streamed answer that is complete already, which OpenEnv's are unless the engine took long, as one body.
+
+    One that OpenEnv keeps alive while the engine works is another class, and stays a stream.
+    """
+    if type(response) is not StreamingResponse:
+        return response
+    parts = [part.encode() if isinstance(part, str) else bytes(part) async for part in response.body_iterator]
+    return Response(b"".join(parts), response.status_code, dict(response.headers))
 
 
 def _refusal(scope: Scope) -> PlainTextResponse | None:
@@ -103,51 +133,66 @@ class FreshUpstreamPool(UpstreamPool):
         return client, level
 
 
-def engine_client(client: InferenceClient) -> EngineConnections:
+def engine_client(client: InferenceClient) -> Any:
     """Connections of OpenEnv's client to its engine, as many as there are calls."""
     return EngineConnections(
-        base_url=client.base_url,
-        headers=auth_headers(client.api_key, client.auth_header),
-        transport=EngineTransport(read_s=client._LIVENESS_TIMEOUT_S, connect_s=client._CONNECT_TIMEOUT_S),
+        client.base_url,
+        auth_headers(client.api_key, client.auth_header),
+        read_s=client._LIVENESS_TIMEOUT_S,
+        connect_s=client._CONNECT_TIMEOUT_S,
     )
 
 
-class EngineConnections(httpx.AsyncClient):
-    """httpx with orjson: an answer carries the ids of the whole prompt, 10,000 of them in a first call."""
+class EngineConnections:
+    """What OpenEnv's client uses of httpx's, over aiohttp and orjson.
 
-    @override
-    async def post(self, url: Any, *, json: Any = None, **kwargs: Any) -> httpx.Response:
-        response = await super().post(url, content=_dumps(json), headers=JSON_HEADERS, **kwargs)
-        response.json = functools.partial(_loads, response)  # type: ignore[method-assign]
-        return response
+    An answer carries the ids of the whole prompt, 10,000 of them in a first call; aiohttp's parser is C, and its pool
+    does not look at every connection for each call.
+    """
 
+    is_closed = False
 
-class EngineTransport(httpx.AsyncBaseTransport):
-    """httpx's requests over aiohttp: its parser is C, and its pool does not look at every connection for each call."""
-
-    def __init__(self, read_s: float, connect_s: float) -> None:
-        self._timeout = aiohttp.ClientTimeout(sock_read=read_s, sock_connect=connect_s)
+    def __init__(
+        self, base_url: str, headers: dict[str, str], *, read_s: float = 900.0, connect_s: float = 30.0
+    ) -> None:
+        self._base_url = base_url
+        self._headers = headers
+        self._timeout = aiohttp.ClientTimeout(total=read_s, sock_connect=connect_s)
         self._session: aiohttp.ClientSession | None = None
 
-    @override
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def get(self, path: str) -> httpx.Response:
+        return await self._request("GET", path, None, {})
+
+    async def post(self, path: str, *, json: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+        """Raises: httpx.RequestError: no whole answer came."""
+        return await self._request("POST", path, _dumps(json), {**JSON_HEADERS, **(headers or {})})
+
+    async def _request(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> httpx.Response:
         if self._session is None:  # here, on the event loop that it belongs to
             # vLLM closes a connection that was idle for 5 s; a call that is sent just then would be lost.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=self._timeout,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # httpx's answer does it
+            )
+        url = self._base_url + path
+        call = self._session.request(method, url, headers=headers, data=content, allow_redirects=False)
         try:
-            async with self._session.request(
-                request.method, str(request.url), headers=request.headers, data=request.content, allow_redirects=False
-            ) as answer:
-                content = await answer.read()
+            async with call as answer:
+                body = await answer.read()
         except TimeoutError as error:
-            raise httpx.ReadTimeout(f"{request.url} did not answer in time", request=request) from error
+            raise httpx.ReadTimeout(f"{url} did not answer in time") from error
         except aiohttp.ClientError as error:
-            raise httpx.NetworkError(str(error) or type(error).__name__, request=request) from error
-        return httpx.Response(answer.status, headers=answer.raw_headers, content=content, request=request)
+            raise httpx.NetworkError(str(error) or type(error).__name__) from error
+        response = httpx.Response(answer.status, headers=answer.raw_headers, content=body)
+        response.json = functools.partial(_loads, response)  # type: ignore[method-assign]
+        return response
 
-    @override
     async def aclose(self) -> None:
+        self.is_closed = True
         if self._session is not None:
             await self._session.close()
 

@@ -163,6 +163,7 @@ def build(
         seed=cfg.run.seed,
         max_steps=cfg.trainer.max_steps,
         learning_rate=cfg.trainer.learning_rate,
+        lr_scheduler_type=cfg.trainer.lr_scheduler_type,
         # One row a micro-batch, samples_per_row samples in it; a step is groups_per_step groups.
         token_budget=0,
         per_device_train_batch_size=cfg.trainer.samples_per_row,

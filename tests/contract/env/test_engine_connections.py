@@ -1,17 +1,24 @@
 """How the capture proxy talks to the engine and to sandboxes: nothing waits that need not, and odd content survives."""
 
 import asyncio
+import contextlib
+import gzip
 import json
 import math
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from http.server import ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from openenv.core.harness.capture.sessions import Upstream
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.env.app import bind
 from services.env.http import EngineConnections, FreshUpstreamPool
@@ -51,6 +58,19 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
+@contextlib.contextmanager
+def serving(answer: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
+    """A real HTTP server in an engine's place. Yields: its URL."""
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    running.should_exit = True
+    thread.join()
+
+
 def ask(content: str) -> dict[str, Any]:
     return {"model": "policy", "messages": [{"role": "user", "content": content}]}
 
@@ -79,18 +99,61 @@ def test_half_a_character_and_a_number_that_is_none_pass_as_they_did() -> None:
     """What orjson refuses and the standard library takes: a model samples anything."""
     seen: list[Any] = []
 
-    def engine(request: httpx.Request) -> httpx.Response:
-        seen.append(json.loads(request.content))
-        return httpx.Response(200, content=b'{"text": "\\ud800", "logprob": NaN, "ids": [1, 65535]}')
+    async def engine(request: Request) -> Response:
+        seen.append(json.loads(await request.body()))
+        return Response(b'{"text": "\\ud800", "logprob": NaN, "ids": [1, 65535]}')
 
-    async def call() -> Any:
-        async with EngineConnections(base_url="http://engine", transport=httpx.MockTransport(engine)) as connections:
+    async def call(url: str) -> Any:
+        connections = EngineConnections(url, {})
+        try:
             return (await connections.post("/v1", json={"content": "half \ud800"})).json()
+        finally:
+            await connections.aclose()
 
-    answer = asyncio.run(call())
+    with serving(engine) as url:
+        answer = asyncio.run(call(url))
     assert seen == [{"content": "half \ud800"}]
     assert (answer["text"], answer["ids"]) == ("\ud800", [1, 65535])
     assert math.isnan(answer["logprob"])
+
+
+def test_errors_of_a_connection_are_those_that_openenvs_client_knows() -> None:
+    async def slow(_request: Request) -> Response:
+        await asyncio.sleep(5)
+        return Response(b"{}")
+
+    async def post(url: str) -> None:
+        connections = EngineConnections(url, {}, read_s=0.2)
+        try:
+            await connections.post("/v1", json={})
+        finally:
+            await connections.aclose()
+
+    with serving(slow) as url, pytest.raises(httpx.ReadTimeout, match="did not answer in time"):
+        asyncio.run(post(url))
+    with pytest.raises(httpx.NetworkError, match="Cannot connect"):
+        asyncio.run(post("http://127.0.0.1:9"))
+
+
+def test_an_answer_is_read_whatever_its_encoding_and_status() -> None:
+    async def engine(request: Request) -> Response:
+        return Response(
+            gzip.compress(json.dumps({"key": request.headers["authorization"]}).encode()),
+            503,
+            {"content-encoding": "gzip", "retry-after": "7"},
+        )
+
+    async def get(url: str) -> httpx.Response:
+        connections = EngineConnections(url, {"Authorization": "Bearer of-the-engine"})
+        try:
+            return await connections.get("/models")
+        finally:
+            await connections.aclose()
+
+    with serving(engine) as url:
+        answer = asyncio.run(get(url))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    assert answer.json() == {"key": "Bearer of-the-engine"}
 
 
 def test_replies_to_sandboxes_leave_at_once() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openenv.core.harness.capture import sse
 from openenv.core.harness.capture.sessions import Upstream
 from openenv.harbor.serving import HarborService
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from services.common.errors import NotReadyError
@@ -82,6 +84,41 @@ def test_call_without_a_length_or_with_a_huge_one_is_refused_unread(
     monkeypatch.setattr(http, "MAX_REQUEST_BYTES", 10)
     assert capture.post("/v1/chat/completions", content=b"x" * 11).status_code == 413
     assert capture.post("/v1/chat/completions", content=iter([b"x"])).status_code == 413
+
+
+def test_an_openenv_without_its_handler_of_model_calls_is_refused_at_start() -> None:
+    with pytest.raises(RuntimeError, match="no handler of model calls"):
+        DataPlane(Starlette())
+
+
+def test_a_finished_stream_is_one_body_and_one_that_is_kept_alive_stays_a_stream(
+    service: HarborService, capture: TestClient, start_policy: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = service.capture.registry.create(upstream=Upstream(llm_url=start_policy() + "/v1", model="policy"))
+    call = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+    def stream() -> tuple[str, dict[str, str]]:
+        answer = capture.post("/v1/chat/completions", json=call, headers={"x-api-key": session.session_id})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return answer.text, dict(answer.headers)
+
+    with capture:  # one event loop for both: the connection to the engine stays
+        at_once, headers = stream()
+        assert headers["content-length"] == str(len(at_once))
+        monkeypatch.setattr(sse, "KEEPALIVE_INTERVAL_S", 0.0)
+        kept_alive, headers = stream()
+    assert "content-length" not in headers
+    assert kept_alive.startswith(sse.KEEPALIVE)
+
+    def events(text: str) -> list[dict[str, Any]]:
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    [one], [other] = events(at_once), events(kept_alive)
+    assert one["choices"] == other["choices"]
+    assert one["choices"][0]["delta"]["role"] == "assistant"
 
 
 def test_output_cap_is_the_recipes(service: HarborService, cfg: Recipe) -> None:
