@@ -5,6 +5,8 @@ proxy, sandboxes and OpenCode; a FAKE policy that answers at once, so that the a
 take turns, one rollout at a time, in the same run and on the same task. "Stock" is Harbor's docker environment, agent
 and Compose defaults and OpenEnv's configuration, but for one thing: Harbor installs node and the newest OpenCode in
 every sandbox, which needs the internet; here stock takes the image's OpenCode, so its set-up is a lower bound.
+At last each does ``--batch`` rollouts with ``--inflight`` of them at a time: rollouts a minute, which is what training
+waits for where the model is small.
 
 Exit 1 if a rollout failed, or if ours costs more than 5 s outside the agent in the median.
 """
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,6 +52,8 @@ MAX_OVERHEAD_S = 5.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts.bench_rollout", description=__doc__.partition("\n")[0])
     parser.add_argument("--rollouts", type=int, default=5, help="of each kind")
+    parser.add_argument("--batch", type=int, default=16, help="rollouts of each kind for the rate; 0: no rate")
+    parser.add_argument("--inflight", type=int, default=8, help="of the batch, at a time")
     parser.add_argument("--drive", choices=("ours", "stock"), help=argparse.SUPPRESS)  # inside the env image
     parser.add_argument("--capture-url", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,16 +64,21 @@ def main() -> int:
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in drivers}
         for number in range(options.rollouts + 1):
             for kind, process in drivers.items():
-                phases = one(process)
+                phases = ask(process)
                 print(json.dumps({"kind": kind, "first": number == 0, **phases}), flush=True)
                 if number:  # the first one imports Harbor and warms the engine's cache
                     found[kind].append(phases)
-    return report(found)
+        rates = {}
+        for kind, process in drivers.items() if options.batch else ():
+            batch = ask(process, options.batch, options.inflight)
+            print(json.dumps({"kind": kind, "inflight": options.inflight, **batch}), flush=True)
+            rates[kind] = 60 * options.batch / batch["wall"] if not batch["failed"] else 0.0
+    return report(found, rates, options.inflight)
 
 
-def report(found: dict[str, list[dict[str, float]]]) -> int:
+def report(found: dict[str, list[dict[str, float]]], rates: dict[str, float], inflight: int) -> int:
     """Print the medians side by side. Returns: the exit code."""
-    if any("error" in phases for kind in found.values() for phases in kind):
+    if any("error" in phases for kind in found.values() for phases in kind) or 0.0 in rates.values():
         print("a rollout failed; nothing is compared", file=sys.stderr)
         return 1
     medians = {
@@ -82,6 +92,10 @@ def report(found: dict[str, list[dict[str, float]]]) -> int:
     print(f"| **outside the agent** | **{ours['outside']:.2f}** | {ours['outside'] / ours['wall']:.0%} | "
           f"**{stock['outside']:.2f}** | {stock['outside'] / ours['outside']:.1f}x |")  # fmt: skip
     worst = max(phases["outside"] for phases in found["ours"])
+    for name, rate in {"1": {kind: 60 / medians[kind]["wall"] for kind in medians}, str(inflight): rates}.items():
+        if rate:
+            print(f"| rollouts a minute, {name} in flight | {rate['ours']:.1f} | | {rate['stock']:.1f} | "
+                  f"{rate['ours'] / rate['stock']:.1f}x |")  # fmt: skip
     print(f"\nours: worst {worst:.2f} s outside; whole rollout {ours['wall']:.2f} s, stock {stock['wall']:.2f} s")
     return int(ours["outside"] > MAX_OVERHEAD_S)
 
@@ -128,9 +142,10 @@ def driver(kind: str) -> Iterator[subprocess.Popen[str]]:
                 docker("rm", "--force", name)
 
 
-def one(process: subprocess.Popen[str]) -> dict[str, float]:
+def ask(process: subprocess.Popen[str], rollouts: int = 1, inflight: int = 1) -> dict[str, float]:
+    """Have a driver do rollouts. Returns: the phases of one, or ``wall`` and ``failed`` of more."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("go\n")
+    process.stdin.write(f"{rollouts} {inflight}\n")
     process.stdin.flush()
     line = process.stdout.readline()
     if not line:
@@ -143,7 +158,7 @@ def docker(*arguments: str) -> str:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
 
 
-# -- in the env image: one rollout a line of standard input ----------------------------------------------------
+# -- in the env image: a line of standard input is a number of rollouts, and how many of them at a time --------
 
 
 async def drive(kind: str, capture_url: str) -> int:
@@ -181,16 +196,28 @@ async def drive(kind: str, capture_url: str) -> int:
         seams.SEAMS[agent.HARNESS] = dataclasses.replace(stock, import_path="scripts.bench_rollout_stock:StockOpenCode")
     upstream = Upstream(llm_url=f"http://127.0.0.1:{engine.server_port}/v1", model="policy")
     client, level = await service.capture.app.state.upstreams.resolve(upstream)
-    for _ in iter(sys.stdin.readline, ""):
+
+    async def one(slots: asyncio.Semaphore) -> Any:
+        async with slots:
+            return await rollout.run_rollout(
+                task_dir=task, harness=agent.HARNESS, sandbox="docker", registry=service.capture.registry,
+                intercept_url=capture_url, model="policy", trials_dir=run.trials, upstream=upstream, inference=client,
+                capture_level=level, purpose="train", agent_timeout_sec=120, agent_step_limit=6,
+                sampling={"temperature": 1.0},
+            )  # fmt: skip
+
+    for line in iter(sys.stdin.readline, ""):
+        count, inflight = map(int, line.split())
         policy.Handler.requests.clear()
-        result = await rollout.run_rollout(
-            task_dir=task, harness=agent.HARNESS, sandbox="docker", registry=service.capture.registry,
-            intercept_url=capture_url, model="policy", trials_dir=run.trials, upstream=upstream, inference=client,
-            capture_level=level, purpose="train", agent_timeout_sec=120, agent_step_limit=6,
-            sampling={"temperature": 1.0},
-        )  # fmt: skip
-        calls = [request["received_s"] for request in policy.Handler.requests if request.get("tools")]
-        print(json.dumps(phases(result, run.trials, calls)), flush=True)
+        began, slots = time.monotonic(), asyncio.Semaphore(inflight)
+        results = await asyncio.gather(*(one(slots) for _ in range(count)))
+        if count == 1:
+            calls = [request["received_s"] for request in policy.Handler.requests if request.get("tools")]
+            answer = phases(results[0], run.trials, calls)
+        else:
+            failed = sum(not result.ok or result.reward != 1.0 for result in results)
+            answer = {"wall": round(time.monotonic() - began, 3), "failed": failed}
+        print(json.dumps(answer), flush=True)
     return 0
 
 

@@ -55,6 +55,9 @@ SETTLE_S = 1.0
 START_LIMIT_S = 420.0
 ERROR_LIMIT_S = 30.0
 ONE_GPU_SYNCS = 20
+"""Also with the server's model over two GPUs."""
+PARALLEL = ("tensor", "data")
+"""The server has both GPUs, one of them beside the trainer; so the factors go through the processor's memory."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -66,9 +69,9 @@ def run(
     work: Work = Path("/tmp/bench_sync"),
     syncs: Annotated[int, typer.Option(min=2)] = 50,
     in_flight: Annotated[int, typer.Option(min=1)] = 16,
-    phases: Annotated[str, typer.Option(help="Of merge, factors, failures, full, one_gpu; joined by commas.")] = (
-        "merge,factors,failures,full,one_gpu"
-    ),
+    phases: Annotated[
+        str, typer.Option(help="Of merge, factors, failures, full, one_gpu, tensor, data; joined by commas.")
+    ] = "merge,factors,failures,full,one_gpu",
     compilation_config: Annotated[str, typer.Option(help="JSON, passed to vLLM.")] = "",
 ) -> None:
     """Build the model, start the servers, measure."""
@@ -95,9 +98,10 @@ def run(
     if "full" in wanted:
         with bench.server("full"), bench.load("full"):
             bench.note("full", full_syncs(model, bench.recipe("full"), syncs))
-    if "one_gpu" in wanted:
-        with bench.server("one_gpu"), bench.load("one_gpu"):
-            bench.note("one_gpu", factor_syncs(model, bench.recipe("one_gpu"), ONE_GPU_SYNCS))
+    for mode in ("one_gpu", *PARALLEL):
+        if mode in wanted:
+            with bench.server(mode), bench.load(mode):
+                bench.note(mode, factor_syncs(model, bench.recipe(mode), ONE_GPU_SYNCS))
     bench.print_table()
 
 
@@ -114,7 +118,9 @@ class Bench:
     def recipe(self, mode: str) -> Recipe:
         """The full run's recipe with the random model: ``factors`` or ``full`` on two GPUs, or ``one_gpu``."""
         changes: dict[str, Any] = {"model.id": MODEL, "model.source": "local"}
-        if mode == "one_gpu":
+        if mode in PARALLEL:
+            changes[f"policy.{mode}_parallel_size"] = 2
+        if mode == "one_gpu" or mode in PARALLEL:
             return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b-one-gpu.toml", changes)
         # Leaves room for W0 on the server's GPU, and for a trainer that sends a huge adapter.
         changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6}
@@ -135,9 +141,10 @@ class Bench:
 
     @contextmanager
     def server(self, mode: str) -> Iterator[subprocess.Popen[bytes]]:
-        """vLLM on GPU 1, or for ``one_gpu`` on the trainer's."""
-        cfg, log, gpu = self.recipe(mode), self._work / f"vllm-{mode}.log", 0 if mode == "one_gpu" else 1
-        with served(cfg, log, self._compilation_config, gpu) as (process, start_s):
+        """vLLM on GPU 1, or for ``one_gpu`` on the trainer's, or on both."""
+        cfg, log = self.recipe(mode), self._work / f"vllm-{mode}.log"
+        gpus = "0" if mode == "one_gpu" else "0,1" if mode in PARALLEL else "1"
+        with served(cfg, log, self._compilation_config, gpus) as (process, start_s):
             self.note(f"server_{mode}", {"start_s": start_s})
             yield process
 
@@ -188,7 +195,7 @@ class Bench:
 
 @contextmanager
 def served(
-    cfg: Recipe, log: Path, compilation_config: str = "", gpu: int = 1
+    cfg: Recipe, log: Path, compilation_config: str = "", gpus: str = "1"
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     """vLLM as ``services.policy`` starts it, and how long it took; killed at the end.
 
@@ -204,7 +211,7 @@ def served(
     variables = {
         **os.environ,
         **environment(cfg, "train", device),
-        "CUDA_VISIBLE_DEVICES": f"{gpu}",
+        "CUDA_VISIBLE_DEVICES": gpus,
         "PYTHONPATH": path,
     }
     started = time.monotonic()

@@ -136,7 +136,7 @@ def _training(facts: Facts) -> str:
         ("step", f"{facts.checkpoint.step} of {cfg.trainer.max_steps}"),
         ("LoRA", f"r {cfg.lora.r}, alpha {cfg.lora.alpha}, dropout {cfg.lora.dropout}"),
         ("modules", ", ".join(cfg.lora.target_modules)),
-        ("learning rate", f"{cfg.trainer.learning_rate:g}"),
+        ("learning rate", f"{cfg.trainer.learning_rate:g}, {cfg.trainer.lr_scheduler_type}"),
         ("rollouts a step", f"{cfg.trainer.groups_per_step} group(s) of {cfg.rollout.num_generations}"),
         ("model calls a rollout, at most", str(cfg.rollout.max_tool_calling_iterations)),
         ("tokens a model call, at most", str(cfg.sampling.max_completion_tokens)),

@@ -207,6 +207,10 @@ class Policy(Section):
     """Reuse what turns of a rollout have in common."""
     max_num_batched_tokens: Positive | None = None
     """Tokens a scheduler step of vLLM; not set: vLLM's own choice."""
+    tensor_parallel_size: Positive = 1
+    """GPUs that hold one copy of the model between them."""
+    data_parallel_size: Positive = 1
+    """Copies of the model, each with its share of the requests. Give the policy as many GPUs: POLICY_GPU=1,2."""
 
 
 class WeightSync(Section):

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ GRACE_S = 5
 IDLE_SESSION_S = 20.0
 """A session whose client is gone counts against the concurrency for this long; one at work has its socket open."""
 BEAT_S = 2.0
+SWITCH_S = 0.0005
 
 KEPT_VARIABLES = frozenset(
     {
@@ -210,6 +212,9 @@ def keep_only(names: frozenset[str] | set[str]) -> None:
 
 def capture_service(cfg: Recipe, places: Places) -> HarborService:
     """OpenEnv's capture proxy and session registry, for our own listener; every rollout names its engine."""
+    # An export works on all ids of a rollout, in a thread of its own. With Python's 5 ms between two threads, each read
+    # and write of a model call that goes on meanwhile waits that long.
+    sys.setswitchinterval(SWITCH_S)
     os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = secrets.token_urlsafe(24)
     service = HarborService(
         datasets=[cfg.tasks.train, cfg.tasks.heldout],

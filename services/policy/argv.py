@@ -47,6 +47,7 @@ def argv(
         *_tools(),
         *reasoning,
         *_capacity(recipe, device),
+        *_parallel(recipe, role, device),
         *(_cpu_build() if device == "cpu" else []),
         *(_weight_transfer(recipe) if role == "train" else _adapters(recipe)),
     ]  # fmt: skip
@@ -130,6 +131,23 @@ def _capacity(recipe: Recipe, device: Device) -> list[str]:
     if policy.enforce_eager:
         found.append("--enforce-eager")
     found.append("--enable-prefix-caching" if policy.enable_prefix_caching else "--no-enable-prefix-caching")
+    return found
+
+
+def _parallel(recipe: Recipe, role: Role, device: Device) -> list[str]:
+    """Flags for more than one GPU. An adapter is loaded into one copy of the model, so evaluation has one.
+
+    Raises: RecipeError: more than one process of the CPU build.
+    """
+    sizes = {"tensor": recipe.policy.tensor_parallel_size}
+    if role == "train":
+        sizes["data"] = recipe.policy.data_parallel_size
+    found = []
+    for name, size in sizes.items():
+        if size > 1 and device == "cpu":
+            raise RecipeError(f"policy.{name}_parallel_size is {size}; without a GPU the policy is one process: 1")
+        if size > 1:
+            found += [f"--{name}-parallel-size", str(size)]
     return found
 
 

@@ -41,6 +41,15 @@ def test_vllm_accepts_the_command_line(name, role, device):
         assert parsed.max_lora_rank >= cfg.lora.r
 
 
+def test_vllm_takes_the_parallel_sizes():
+    sizes = {"policy.tensor_parallel_size": 2, "policy.data_parallel_size": 2}
+    cfg = recipe.load(RECIPES / "lfm2.5-2.6b.toml", FULL_RUN | sizes)
+    command = built.argv(cfg, "train", "cuda")
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[command.index("serve") + 1 :])
+    validate_parsed_serve_args(parsed)
+    assert (parsed.tensor_parallel_size, parsed.data_parallel_size) == (2, 2)
+
+
 def test_the_lora_ranks_are_vllms():
     assert typing.get_args(MaxLoRARanks) == built.LORA_RANKS
 

@@ -155,6 +155,19 @@ def test_staleness_is_that_of_training_and_not_of_fetching(build):
     assert logged(trainer, "reward") == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(("kind", "rates"), [("constant", [1e-2, 1e-2]), ("linear", [1e-2, 5e-3])])
+def test_learning_rate_is_the_recipes_at_first_and_then_follows_its_schedule(build, kind, rates):
+    trainer = build(max_steps=2, learning_rate=1e-2, lr_scheduler_type=kind, max_staleness=4)
+    applied = []
+    step = trainer.create_optimizer().step
+    trainer.optimizer.step = lambda *args: applied.append(trainer.optimizer.param_groups[0]["lr"]) or step(*args)
+    packing.install(trainer.model)
+    for length in LENGTHS * 3:
+        trainer.rollout_queue.put(sample(trainer, length, version=1))
+    trainer.train()
+    assert applied == pytest.approx(rates)
+
+
 def test_one_row_may_hold_several_versions(build):
     trainer = build(max_steps=1, learning_rate=0.0)
     packing.install(trainer.model)

@@ -84,6 +84,21 @@ def test_threads_and_cache_of_the_cpu_come_from_the_recipe():
     assert "OMP_NUM_THREADS" not in environment(recipe(), "train", "cuda")
 
 
+def test_parallel_sizes_are_given_where_they_are_more_than_one():
+    two = recipe(policy__tensor_parallel_size=2, policy__data_parallel_size=3)
+    assert not any("parallel-size" in part for part in argv(recipe(), "train", "cuda"))
+    train, evaluation = argv(two, "train", "cuda"), argv(two, "eval", "cuda")
+    assert (option(train, "--tensor-parallel-size"), option(train, "--data-parallel-size")) == ("2", "3")
+    assert option(evaluation, "--tensor-parallel-size") == "2"
+    assert "--data-parallel-size" not in evaluation
+
+
+@pytest.mark.parametrize("name", ["tensor", "data"])
+def test_the_cpu_build_is_one_process(name):
+    with pytest.raises(RecipeError, match=f"policy.{name}_parallel_size is 2; without a GPU"):
+        argv(recipe(**{f"policy__{name}_parallel_size": 2}), "train", "cpu")
+
+
 def test_memory_share_is_for_a_gpu_only():
     assert option(argv(recipe(), "train", "cuda"), "--gpu-memory-utilization") == "0.9"
     assert "--gpu-memory-utilization" not in argv(recipe(), "train", "cpu")
