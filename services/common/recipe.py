@@ -210,7 +210,7 @@ class Policy(Section):
     tensor_parallel_size: Positive = 1
     """GPUs that hold one copy of the model between them."""
     data_parallel_size: Positive = 1
-    """Copies of the model, each with its share of the requests. Give the policy as many GPUs: POLICY_GPU=1,2."""
+    """Copies of the model, each with its share of the requests. The policy needs the product of both in GPUs."""
 
 
 class WeightSync(Section):
