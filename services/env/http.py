@@ -28,7 +28,7 @@ class DataPlane:
 
     OpenEnv's admin routes ask for a key. In this port they do not exist: the rollouts use the registry in process.
     Model calls go straight to OpenEnv's handler: FastAPI's layers around it have nothing to do for this one route, and
-    they and an answer in four writes were a third of what a call costs here.
+    with them, and an answer in four writes, a call cost a third more.
     """
 
     def __init__(self, app: Starlette) -> None:
