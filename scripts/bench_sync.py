@@ -54,10 +54,11 @@ SETTLE_S = 1.0
 """Between syncs: the server computes the kept requests again after each, and a real step takes longer."""
 START_LIMIT_S = 420.0
 ERROR_LIMIT_S = 30.0
-ONE_GPU_SYNCS = 20
-"""Also with the server's model over two GPUs."""
 PARALLEL = ("tensor", "data")
 """The server has both GPUs, one of them beside the trainer; so the factors go through the processor's memory."""
+SHARED = ("one_gpu", *PARALLEL)
+"""Phases in which the server uses the trainer's GPU."""
+SHARED_SYNCS = 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -98,10 +99,10 @@ def run(
     if "full" in wanted:
         with bench.server("full"), bench.load("full"):
             bench.note("full", full_syncs(model, bench.recipe("full"), syncs))
-    for mode in ("one_gpu", *PARALLEL):
+    for mode in SHARED:
         if mode in wanted:
             with bench.server(mode), bench.load(mode):
-                bench.note(mode, factor_syncs(model, bench.recipe(mode), ONE_GPU_SYNCS))
+                bench.note(mode, factor_syncs(model, bench.recipe(mode), SHARED_SYNCS))
     bench.print_table()
 
 
@@ -116,11 +117,11 @@ class Bench:
         }  # fmt: skip
 
     def recipe(self, mode: str) -> Recipe:
-        """The full run's recipe with the random model: ``factors`` or ``full`` on two GPUs, or ``one_gpu``."""
+        """The recipe with the random model: of two GPUs for ``factors`` and ``full``, of one for ``SHARED``."""
         changes: dict[str, Any] = {"model.id": MODEL, "model.source": "local"}
         if mode in PARALLEL:
             changes[f"policy.{mode}_parallel_size"] = 2
-        if mode == "one_gpu" or mode in PARALLEL:
+        if mode in SHARED:
             return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b-one-gpu.toml", changes)
         # Leaves room for W0 on the server's GPU, and for a trainer that sends a huge adapter.
         changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6}

@@ -13,14 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from openenv.core.harness.capture.sessions import Upstream
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.env.app import bind
+from services.env.app import Server, bind
 from services.env.http import EngineConnections, FreshUpstreamPool
 from tests.fakes import policy
 
@@ -61,14 +60,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(answer: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
     """A real HTTP server in an engine's place. Yields: its URL."""
-    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
-    thread.start()
+    listener = bind("127.0.0.1", 0)
+    server = Server("engine", Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]), listener)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    running.should_exit = True
-    thread.join()
+    server.ask_to_stop()
+    server.join()
 
 
 def ask(content: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,7 +18,7 @@ from starlette.routing import Route
 
 from services.common import recipe
 from services.common.errors import NotReadyError
-from services.env.app import Places
+from services.env.app import Places, Server, bind
 from services.env.http import DataPlane
 from services.env.public import Mounted, preflight
 from tests.fakes import jobs_proxy
@@ -36,13 +35,11 @@ async def echo(path: str, request: Request) -> JSONResponse:
 def server() -> Iterator[str]:
     """An application in place of OpenEnv's, with every route, behind ours."""
     inner = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(Mounted(DataPlane(inner), KEY), log_level="error"))
-    thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
-    thread.start()
+    listener = bind("127.0.0.1", 0)
+    running = Server("public", Mounted(DataPlane(inner), KEY), listener)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    running.should_exit = True
-    thread.join()
+    running.ask_to_stop()
+    running.join()
 
 
 @pytest.fixture
