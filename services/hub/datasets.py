@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from services.common.errors import RecipeError
 from services.common.run_dir import write_text
 from services.common.tasks import HubSource, listing
-from services.hub.client import messages, patiently
+from services.hub.client import ATTEMPTS, messages, patiently
 from services.hub.files import RemoteFile, list_files
 
 AGAIN = "what was downloaded is kept: run the same command again to go on"
@@ -90,20 +90,20 @@ class RemoteTasks:
             pool.shutdown(cancel_futures=True)
 
     def _download_one(self, file: RemoteFile) -> None:
-        for attempt in (1, 2):
+        for attempt in range(ATTEMPTS):
             patiently(self.api.hf_hub_download)(
                 self.source.repo,
                 file.path,
                 repo_type="dataset",
                 revision=self.source.revision,
                 local_dir=self.root,
-                force_download=attempt == 2,  # a file that lies there with other bytes counts as present otherwise
+                force_download=attempt > 0,  # a file that lies there with other bytes counts as present otherwise
             )
             if self._is_cached(file):
                 return
         raise RecipeError(
-            f"{file.path} of {self.source.repo} arrived twice with other bytes than {self.api.endpoint} lists for it; "
-            "something between here and the Hub changes files"
+            f"{file.path} of {self.source.repo} arrived {ATTEMPTS} times with other bytes than {self.api.endpoint} "
+            "lists for it; something between here and the Hub changes files"
         )
 
 
