@@ -38,7 +38,7 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._closing(send))
         elif (refusal := _refusal(scope)) is not None:
             await refusal(scope, receive, send)
         elif scope["method"] == "GET":
@@ -46,6 +46,16 @@ class DataPlane:
         else:
             response = await self._model_call(scope["path"].lstrip("/"), Request(scope, receive))
             await (await in_one_piece(response))(scope, receive, send)
+
+    def _closing(self, send: Send) -> Send:
+        """Close the connections to engines when the server ends, on the loop that they belong to; OpenEnv does not."""
+
+        async def closing(message: Message) -> None:
+            if message["type"] == "lifespan.shutdown.complete":
+                await self._app.state.upstreams.aclose()
+            await send(message)
+
+        return closing
 
 
 def _handler(app: Starlette) -> Callable[[str, Request], Awaitable[Response]]:
@@ -131,6 +141,12 @@ class FreshUpstreamPool(UpstreamPool):
         elif client._client is None:
             client._client = engine_client(client)
         return client, level
+
+    async def aclose(self) -> None:
+        with self._lock:
+            clients = [client for client, _ in self._by_engine.values()]
+        for client in clients:
+            await client.aclose()
 
 
 def engine_client(client: InferenceClient) -> Any:

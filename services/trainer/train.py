@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -127,7 +128,8 @@ def build(
 
     peers = Peers.from_environment()
     # At a resume the policy may have been killed too, and loads its weights while this process does.
-    PolicyServer(peers.policy_url, cfg.policy.served_model_name).wait_until_healthy(cfg.watchdog.start_limit_s / 2)
+    with contextlib.closing(PolicyServer(peers.policy_url, cfg.policy.served_model_name)) as policy:
+        policy.wait_until_healthy(cfg.watchdog.start_limit_s / 2)
     on_cpu = not torch.cuda.is_available()
     torch.set_num_threads(cfg.trainer.omp_threads)
     if cfg.weight_sync.transport == "nccl":

@@ -18,9 +18,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
-from services.env.app import Server, bind
-from services.env.http import EngineConnections, FreshUpstreamPool
+from services.common.recipe import Recipe
+from services.env.app import Server, bind, capture_service
+from services.env.http import DataPlane, EngineConnections, FreshUpstreamPool
+from tests.contract.env.test_servers import PLACES
 from tests.fakes import policy
 
 AT_ONCE = 128
@@ -89,6 +92,17 @@ def test_as_many_calls_are_at_the_engine_as_rollouts_make(engine: str) -> None:
     answers = asyncio.run(calls())
     assert len(answers) == AT_ONCE
     assert all(answer["prompt_token_ids"] for answer in answers)
+
+
+def test_connections_end_with_the_server(engine: str, cfg: Recipe) -> None:
+    service = capture_service(cfg, PLACES)
+    pool = service.capture.app.state.upstreams
+    with TestClient(DataPlane(service.capture.app)) as client:
+        resolved, _ = client.portal.call(pool.resolve, Upstream(llm_url=engine, model="policy"))
+        client.portal.call(resolved.completion, ask("open a connection"))
+        session = resolved._client._session
+        assert not session.closed
+    assert session.closed
 
 
 def test_half_a_character_and_a_number_that_is_none_pass_as_they_did() -> None:

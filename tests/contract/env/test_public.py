@@ -19,7 +19,7 @@ from starlette.routing import Route
 from services.common import recipe
 from services.common.errors import NotReadyError
 from services.env.app import Places, Server, bind
-from services.env.http import DataPlane
+from services.env.http import DataPlane, FreshUpstreamPool
 from services.env.public import Mounted, preflight
 from tests.fakes import jobs_proxy
 
@@ -35,6 +35,7 @@ async def echo(path: str, request: Request) -> JSONResponse:
 def server() -> Iterator[str]:
     """An application in place of OpenEnv's, with every route, behind ours."""
     inner = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
+    inner.state.upstreams = FreshUpstreamPool(default_client=None, default_level="text")
     listener = bind("127.0.0.1", 0)
     running = Server("public", Mounted(DataPlane(inner), KEY), listener)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
