@@ -36,6 +36,7 @@ class Page:
 
     def open(self, url: str) -> None:
         """Load a page and wait until it is quiet."""
+        self.browser.forget_events()  # the empty page's own load, which may come late
         self.browser.call("Page.navigate", self.session, url=url)
         self.browser.wait_for("Page.loadEventFired", self.session)
         self.browser.drain(0.5)
@@ -111,6 +112,9 @@ class Browser:
         end_s = time.monotonic() + TIMEOUT_S
         while not any(found["method"] == event and found["sessionId"] == session for found in self._events):
             self._receive(end_s)
+        self.forget_events()
+
+    def forget_events(self) -> None:
         self._events.clear()
 
     def drain(self, seconds: float) -> None:

@@ -33,7 +33,7 @@ TRL_BUDGET = 8
 """Model calls that TRL's worker allows when it is given no number."""
 TUNNELS = ("gradio.live", "ngrok.io", "ngrok.app", "ngrok-free.app", "trycloudflare.com", "loca.lt", "serveo.net")
 PROBE = ROOT / "scripts/doctor/probe_trainer.py"
-PROBE_TIMEOUT_S = 90.0
+PROBE_TIMEOUT_S = 300.0
 RESTORE = "restore services/ and build the images again"
 
 

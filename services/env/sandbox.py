@@ -40,7 +40,7 @@ MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
 """Largest file that a process in the sandbox can write."""
 KILLED = 137
 """Exit code of a command that SIGKILL ended."""
-KILLED_LOOKS, KILLED_LOOK_S = 10, 0.2
+KILLED_LOOKS, KILLED_LOOK_S = 25, 0.2
 DISK_LOOK_S = 3.0
 """Between two looks at how much a sandbox has written: the engine walks its files for it."""
 
@@ -148,7 +148,7 @@ class Sandbox(DockerEnvironment):
         finally:
             if process.returncode is None:
                 process.kill()
-        if code != 0 and await self._has_ended(code):
+        if code != 0 and (self._over_disk or await self._has_ended(code)):
             raise SandboxLostError(
                 f"the sandbox wrote more than env.sandbox_disk_mb = {self._disk_bytes >> 20} and was ended"
                 if self._over_disk

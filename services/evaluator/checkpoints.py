@@ -88,27 +88,27 @@ def keep_best(run: RunDir, summary: Mapping[str, Any]) -> None:
     kept = folder / point["label"]
     if _marker(kept) == point["adapter_sha256"]:
         return
-    source = _holding(run, point)
-    if source is None:
+    # What was loaded, or else the checkpoint.
+    loaded = run.eval / SNAPSHOTS / f"{point['label']}-{point['adapter_sha256'][:12]}"
+    for source in (loaded, *(found.path for found in known(run) if found.step == point["step"])):
+        # Rotation, or another evaluator that cleans up, may remove it at any time.
+        with contextlib.suppress(FileNotFoundError):
+            if recipes.file_sha256(source / WEIGHTS) == point["adapter_sha256"]:
+                _keep(source, kept, point["adapter_sha256"])
+                break
+    else:
         return
-    (kept / run_dir.READY).unlink(missing_ok=True)
-    kept.mkdir(parents=True, exist_ok=True)
-    for file in (WEIGHTS, CONFIG):
-        shutil.copyfile(source / file, kept / file)
-    run_dir.write_text(kept / run_dir.READY, point["adapter_sha256"] + "\n")
     for older in folder.iterdir():
         if older != kept:
             shutil.rmtree(older)
 
 
-def _holding(run: RunDir, point: Mapping[str, Any]) -> Path | None:
-    """A folder with the very weights of a point of the curve: what was loaded, or else the checkpoint."""
-    loaded = run.eval / SNAPSHOTS / f"{point['label']}-{point['adapter_sha256'][:12]}"
-    for folder in (loaded, *(found.path for found in known(run) if found.step == point["step"])):
-        with contextlib.suppress(FileNotFoundError):  # rotated away meanwhile
-            if recipes.file_sha256(folder / WEIGHTS) == point["adapter_sha256"]:
-                return folder
-    return None
+def _keep(source: Path, kept: Path, sha256: str) -> None:
+    (kept / run_dir.READY).unlink(missing_ok=True)
+    kept.mkdir(parents=True, exist_ok=True)
+    for file in (WEIGHTS, CONFIG):
+        shutil.copyfile(source / file, kept / file)
+    run_dir.write_text(kept / run_dir.READY, sha256 + "\n")
 
 
 def _marker(folder: Path) -> str | None:

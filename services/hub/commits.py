@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
-from services.hub.client import REQUEST_TIMEOUT_S, first_line, http, is_passing, status
+from services.hub.client import REQUEST_TIMEOUT_S, first_line, http, is_passing, patiently, status
 from services.hub.files import list_files
 
 CONFLICT = (409, 412)
@@ -29,7 +29,7 @@ logger = logging.getLogger("hub")
 
 def ensure_repository(api: HfApi, repo: str, *, private: bool = True) -> None:
     """Make the repository unless it is there; one that is there keeps its visibility."""
-    api.create_repo(repo, private=private, exist_ok=True)
+    patiently(api.create_repo)(repo, private=private, exist_ok=True)
 
 
 def commit(

@@ -90,17 +90,17 @@ class RemoteTasks:
             pool.shutdown(cancel_futures=True)
 
     def _download_one(self, file: RemoteFile) -> None:
-        for attempt in range(ATTEMPTS):
+        for _ in range(ATTEMPTS):
             patiently(self.api.hf_hub_download)(
                 self.source.repo,
                 file.path,
                 repo_type="dataset",
                 revision=self.source.revision,
                 local_dir=self.root,
-                force_download=attempt > 0,  # a file that lies there with other bytes counts as present otherwise
             )
             if self._is_cached(file):
                 return
+            (self.root / file.path).unlink()  # or it would count as present
         raise RecipeError(
             f"{file.path} of {self.source.repo} arrived {ATTEMPTS} times with other bytes than {self.api.endpoint} "
             "lists for it; something between here and the Hub changes files"

@@ -37,14 +37,22 @@ class Supervisor:
         self.process = subprocess.Popen(command)
         transport = SupervisorTransport(None, None, f"unix://{socket}")
         self._rpc: Any = xmlrpc.client.ServerProxy("http://supervisor", transport=transport).supervisor
-        self._wait_until_there(socket)
+        self._wait_until_it_answers(socket, transport)
 
-    def _wait_until_there(self, socket: Path) -> None:
+    def _wait_until_it_answers(self, socket: Path, transport: SupervisorTransport) -> None:
+        """The socket's file is there a moment before anything listens on it."""
         deadline_s = time.monotonic() + START_LIMIT_S
-        while not socket.exists():
-            self.check()
-            if time.monotonic() > deadline_s:
-                raise SupervisorError(f"supervisord made no {socket} within {START_LIMIT_S:.0f} s")
+        while True:
+            try:
+                self._rpc.getState()
+                return
+            except OSError as error:
+                transport.close()  # or the next call finds the failed one half begun
+                self.check()
+                if time.monotonic() > deadline_s:
+                    raise SupervisorError(
+                        f"supervisord did not answer at {socket} within {START_LIMIT_S:.0f} s: {error}"
+                    ) from None
             time.sleep(0.05)
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ last. It loads no torch. Should its container be killed with it, the next one go
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -157,7 +158,9 @@ class Supervisor:
     def _asked(self) -> dict[str, Any] | None:
         if self._stop.is_set():
             return supervise.BY_SIGNAL
-        return run_dir.read_json(self._run.stop_request)
+        with contextlib.suppress(json.JSONDecodeError):  # a person's file, looked at while it is written
+            return run_dir.read_json(self._run.stop_request)
+        return None
 
     def _step(self) -> int:
         beat = health.read_heartbeats(self._run).get("trainer")

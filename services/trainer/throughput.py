@@ -6,6 +6,7 @@ the step, and whether requests were running, which is a gauge and so is sampled,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -134,11 +135,10 @@ def own_cpu_s() -> float:
     total, pids = 0.0, [os.getpid()]
     while pids:
         process = Path(f"/proc/{pids.pop()}")
-        try:
+        with contextlib.suppress(OSError):  # it ended meanwhile
             fields = process.joinpath("stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
             for thread in process.joinpath("task").iterdir():
-                pids += [int(child) for child in thread.joinpath("children").read_text().split()]
-        except (OSError, ProcessLookupError):  # it ended meanwhile
-            continue
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+                with contextlib.suppress(OSError):
+                    pids += [int(child) for child in thread.joinpath("children").read_text().split()]
     return total

@@ -23,6 +23,8 @@ PROJECT = "opencode-rl"
 POLL_S = 5.0
 STATE = "tracker.json"
 NOT_SENT = ("step", "time_s")
+OPEN_LIMIT_S, FLUSH_LIMIT_S = 90.0, 30.0
+"""How long the end of a run waits: offline, W&B waits longer. The numbers are in ``metrics.jsonl``."""
 logger = logging.getLogger("trainer-supervisor")
 
 
@@ -39,19 +41,23 @@ def follow(run: RunDir, cfg: Recipe) -> Iterator[None]:
     if cfg.trainer.report_to == "none":
         yield
         return
-    stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(run, cfg, stop), name="tracker", daemon=True)
+    opened, stop = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_follow, args=(run, cfg, opened, stop), name="tracker", daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(timeout=30)  # offline, W&B waits long; the numbers are in metrics.jsonl
+        opened.wait(OPEN_LIMIT_S)
+        thread.join(timeout=FLUSH_LIMIT_S)
 
 
-def _follow(run: RunDir, cfg: Recipe, stop: threading.Event) -> None:
+def _follow(run: RunDir, cfg: Recipe, opened: threading.Event, stop: threading.Event) -> None:
     try:
-        tracker = open_tracker(run, cfg)
+        try:
+            tracker = open_tracker(run, cfg)
+        finally:
+            opened.set()
         sender = Sender(run, tracker)
         while not stop.wait(POLL_S):
             sender.send()

@@ -21,8 +21,13 @@ log: {{level: warn}}
 
 def unpack(folder: Path) -> Path:
     """Its binary, by apt's own client; about 5 MB."""
-    subprocess.run(["apt-get", "update", "-qq"], capture_output=True, check=False)
-    subprocess.run(["apt-get", "download", "-qq", "docker-registry"], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["apt-get", "update", "-qq", "-o", "Acquire::Retries=3"], capture_output=True, check=False)
+    subprocess.run(
+        ["apt-get", "download", "-qq", "-o", "Acquire::Retries=3", "docker-registry"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
     (package,) = folder.glob("docker-registry_*.deb")
     subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
     return folder / "usr/bin/docker-registry"

@@ -23,13 +23,16 @@ import pytest
 from services.common import run_dir
 from services.trainer import rollout_log
 
+pytestmark = pytest.mark.timeout(1800)  # seven rollouts at a time are one fixture, which counts in the first test
+
 ROOT = Path(__file__).resolve().parents[2]
 TASK = ROOT / "data" / "tasks" / "smoke" / "train" / "first-c"
 IMAGE = "local/opencode-rl-env:cpu"
 AGENT_TIMEOUT_S = 300
-SHORT_TIMEOUT_S = 120
+SHORT_TIMEOUT_S = 180
 """Enough for one command, not for the one that sleeps; on a busy machine OpenCode takes half a minute to start."""
-START_LIMIT_S = 180
+START_LIMIT_S = 300
+GONE_LIMIT_S = 120
 SECRET = "planted-token-0123456789"
 
 RECIPE = f"""
@@ -50,10 +53,10 @@ num_generations = 4
 max_inflight = 8
 max_tool_calling_iterations = 6
 agent_timeout_s = {AGENT_TIMEOUT_S}
-build_timeout_s = 60
-setup_timeout_s = 80
+build_timeout_s = 180
+setup_timeout_s = 180
 verifier_timeout_s = 50
-outer_timeout_s = 500
+outer_timeout_s = 900
 [env]
 sandbox_memory_mb = 1024
 sandbox_pids = 128
@@ -74,7 +77,7 @@ for host, port in [("policy", 8000), ("env-control", 8100), ("env", 8100), ("cap
                    ("169.254.169.254", 80), ("host.docker.internal", 22), ("GATEWAY", 22), ("GATEWAY", 8100)]:
     if opens(host, port): print("REACHED", host, port)
 def ask(method, path, **headers):
-    call = http.client.HTTPConnection("capture", 8101, timeout=5)
+    call = http.client.HTTPConnection("capture", 8101, timeout=60)
     call.request(method, path, body="{}" if method == "POST" else None, headers=headers)
     return call.getresponse().status
 for method, path in [("GET", "/sessions"), ("POST", "/sessions"), ("GET", "/docs"), ("GET", "/openapi.json"),
@@ -119,6 +122,10 @@ def docker(*arguments: str, check: bool = True) -> str:
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, timeout=900)
     assert not check or done.returncode == 0, done.stderr
     return done.stdout
+
+
+def docker_code(*arguments: str) -> int:
+    return subprocess.run(["docker", *arguments], capture_output=True, check=False, timeout=900).returncode
 
 
 @dataclass
@@ -202,6 +209,8 @@ class Stack:
             *(part for key, value in environment.items() for part in ("--env", f"{key}={value}")),
             IMAGE, "python", "/tests/fakes/policy.py", "8000", *commands,
         )  # fmt: skip
+        listens = "import socket; socket.create_connection(('localhost', 8000), 5)"
+        wait_for(lambda: docker_code("exec", f"{self.name}-{name}", "python", "-c", listens) == 0, START_LIMIT_S)
         return f"http://{name}:8000"
 
     def rollouts(self, **policies: str) -> dict[str, dict[str, Any]]:
@@ -365,7 +374,7 @@ def test_task_s_own_set_up_has_a_way_out_and_the_agent_has_none(stack: Stack, ou
 def test_session_key_dies_with_its_session(stack: Stack, outcomes: dict[str, Any]) -> None:
     (key,) = [line.split()[1] for line in stack.tool_results("probe").split("\n") if line.startswith("KEY")]
     call = (
-        "import http.client; c = http.client.HTTPConnection('capture', 8101, timeout=5); "
+        "import http.client; c = http.client.HTTPConnection('capture', 8101, timeout=60); "
         f"c.request('POST', '/v1/chat/completions', body='{{}}', headers={{'x-api-key': '{key}'}}); "
         "print(c.getresponse().status)"
     )
@@ -387,7 +396,7 @@ def test_every_rollout_is_in_the_index_once(stack: Stack, outcomes: dict[str, An
 
 
 def test_no_sandbox_is_left_and_the_ledger_is_closed(stack: Stack, outcomes: dict[str, Any]) -> None:
-    wait_for(lambda: not stack.sandboxes(), 20)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
     events = [(line["event"], line["project"]) for line in run_dir.read_lines(stack.run.ledger)]
     opened = {project for event, project in events if event == "intent"}
     assert opened == {project for event, project in events if event == "closed"}
@@ -408,7 +417,7 @@ def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack)
     outcomes = stack.rollouts(exhaust=exhaust, beside=beside)
     assert (outcomes["beside"]["cause"], outcomes["beside"]["reward"]) == (None, 1.0)
     assert outcomes["exhaust"]["reward"] in (None, 0.0)
-    wait_for(lambda: not stack.sandboxes(), 20)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
 def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounded(stack: Stack) -> None:
@@ -424,7 +433,7 @@ def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounde
     assert outcomes["disk"]["cause"] == outcomes["lost"]["cause"] == "sandbox_lost", outcomes
     assert "env.sandbox_disk_mb = 2500" in outcomes["disk"]["error"]
     assert outcomes["output"]["reward"] in (None, 0.0)
-    wait_for(lambda: not stack.sandboxes(), 30)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
     memory = docker("stats", "--no-stream", "--format", "{{.MemUsage}}", f"{stack.name}-env")
     assert "GiB /" not in memory, f"env holds {memory}"
     assert sum(path.stat().st_size for path in stack.run.path.rglob("*") if path.is_file()) < 2**30
@@ -440,7 +449,7 @@ def test_engine_s_view_of_the_run_is_had_from_env_and_a_sweep_spares_what_is_use
     assert json.loads(stack.control("POST", "/sweep")) == {"removed": 1}
     assert len(stack.sandboxes()) == 1
     docker("rm", "--force", driver)
-    wait_for(lambda: not stack.sandboxes(), 30)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
 def test_no_image_was_built_with_a_secret() -> None:
@@ -460,12 +469,12 @@ def test_no_image_was_built_with_a_secret() -> None:
 def test_rollout_of_a_killed_client_ends(stack: Stack) -> None:
     driver = stack.start_rollout("killed", stack.policy("killed", "sleep 600"))
     docker("kill", driver)
-    wait_for(lambda: not stack.sandboxes(), 30)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
 def test_stopped_env_leaves_no_sandbox(stack: Stack) -> None:
     driver = stack.start_rollout("stopped", stack.policy("stopped", "sleep 600"))
-    docker("stop", "--time", "60", f"{stack.name}-env")
+    docker("stop", "--time", "180", f"{stack.name}-env")
     assert docker("inspect", "--format", "{{.State.ExitCode}}", f"{stack.name}-env").strip() == "0"
     assert stack.sandboxes() == []
     docker("rm", "--force", driver)

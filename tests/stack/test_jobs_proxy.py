@@ -70,6 +70,6 @@ def test_a_rollout_is_captured_and_rewarded_although_authorization_never_arrives
 
 
 def test_the_rollout_is_in_the_ledger_and_its_sandbox_is_gone(stack: JobStack) -> None:
-    wait_for(lambda: not stack.sandboxes(), 20)
+    wait_for(lambda: not stack.sandboxes(), 120)
     events = [line["event"] for line in run_dir.read_lines(stack.run.ledger)]
     assert events == ["intent", "created", "closed"]

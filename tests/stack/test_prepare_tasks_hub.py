@@ -193,6 +193,17 @@ def test_passing_fault_is_survived(fault: Fault, tool: Tool, hub: LocalHub, pinn
     tool.run("verify", "train")
 
 
+def test_a_file_that_arrived_broken_is_fetched_anew_although_the_hub_fails_in_between(
+    tool: Tool, hub: LocalHub, pinned: str
+) -> None:
+    file = "/resolve/.*/t0003/task.toml"
+    hub.fail(Fault("GET", file, corrupt=True), Fault("HEAD", file, status=503, skip=1, times=2))
+    tool.fetch("--workers", "1")
+    assert len(tool.fetched()) == 12
+    asked = [request for request in hub.requests if request.method == "HEAD" and "t0003/task" in request.path]
+    assert [request.status for request in asked] == [200, 503, 503, 200]
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "message"),
     [

@@ -21,6 +21,8 @@ from services.common import run_dir
 from services.common.run_dir import RunDir
 from services.env.ledger import Ledger
 
+pytestmark = pytest.mark.timeout(1800)  # hundreds of sandboxes
+
 ROOT = Path(__file__).resolve().parents[2]
 CYCLES = int(os.environ.get("SANDBOX_CYCLES", "12"))
 AT_A_TIME = 4

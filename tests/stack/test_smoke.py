@@ -14,6 +14,8 @@ from scripts.traces import reader
 from services.common import metrics, run_dir
 from services.common.run_dir import RunDir
 
+pytestmark = pytest.mark.timeout(1800)  # the whole smoke run is one fixture, which counts in the first test
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 OURS = ("docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=opencode-rl")
@@ -120,8 +122,10 @@ def test_the_adapter_opens_with_peft_on_the_base_and_changes_it(smoke: RunDir) -
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     numbers = dict(line.split() for line in out.splitlines() if line.startswith(("trained", "moved")))
-    assert int(numbers["trained"]) == 22  # every target of the recipe
-    assert float(numbers["moved"]) > 0
+    # Two steps may, once in fifty runs, meet groups whose rewards are all the same, from which nothing is learnt.
+    learnt = any(line["reward_std"] > 0 for line in run_dir.read_lines(smoke.metrics))
+    assert int(numbers["trained"]) == (22 if learnt else 0)  # every target of the recipe
+    assert (float(numbers["moved"]) > 0) is learnt
 
 
 def test_base_and_adapter_were_evaluated_on_the_heldout_tasks(smoke: RunDir) -> None:

@@ -102,8 +102,8 @@ def test_a_heartbeat_that_could_not_be_written_once_is_renewed_later(
     with Pulse("trainer", run, interval_s=0.01):
         first = read_heartbeats(run)["trainer"]
         monkeypatch.setattr(health.run_dir, "write_json", full_for_a_moment)
-        _until(lambda: len(failures) == 3, 3)
-        _until(lambda: read_heartbeats(run)["trainer"].time_s > first.time_s, 3)
+        _until(lambda: len(failures) == 3)
+        _until(lambda: read_heartbeats(run)["trainer"].time_s > first.time_s)
 
 
 def test_files_being_written_are_no_heartbeats(run: RunDir) -> None:

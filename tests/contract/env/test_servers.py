@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from services.env import app, http
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard, phase_timings
 from services.env.suites import SuiteProvider, load
+from tests.fakes import policy
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = ROOT / "data" / "tasks"
@@ -106,7 +108,9 @@ def test_a_finished_stream_is_one_body_and_one_that_is_kept_alive_stays_a_stream
     with capture:  # one event loop for both: the connection to the engine stays
         at_once, headers = stream()
         assert headers["content-length"] == str(len(at_once))
-        monkeypatch.setattr(sse, "KEEPALIVE_INTERVAL_S", 0.0)
+        answer_of = policy.completion
+        monkeypatch.setattr(policy, "completion", lambda *asked: (time.sleep(0.5), answer_of(*asked))[1])
+        monkeypatch.setattr(sse, "KEEPALIVE_INTERVAL_S", 0.05)
         kept_alive, headers = stream()
     assert "content-length" not in headers
     assert kept_alive.startswith(sse.KEEPALIVE)

@@ -285,9 +285,9 @@ def test_a_server_that_is_not_there_is_a_failure_of_env_and_not_of_the_agent(cfg
 
 def test_the_watcher_killed_in_the_middle_loses_and_doubles_no_cell(command: Callable[..., Any], run: RunDir) -> None:
     run_dir.write_json(run.result, {"exit_code": 0, "reason": "done", "step": 4})
-    FakeRollouts.delay_s = 0.4
+    FakeRollouts.delay_s = 2.0
     process = command("watch")
-    _until(lambda: len(run_dir.read_lines(run.eval / "cells.jsonl")) >= 3, 60)
+    _until(lambda: len(run_dir.read_lines(run.eval / "cells.jsonl")) >= 3, 240)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = len(run_dir.read_lines(run.eval / "cells.jsonl"))
@@ -315,7 +315,7 @@ def test_the_watcher_follows_a_hub_repository_where_it_shares_no_disk_with_the_t
     with LocalHub() as hub:
         hub.commit("local/adapter", files[2])
         process = command("watch", "--hub", ADAPTER_REPO="local/adapter", **hub.environment())
-        _until((run.eval / "checkpoint-2_results.json").exists, 90)
+        _until((run.eval / "checkpoint-2_results.json").exists, 240)
         hub.commit("local/adapter", files[4])
         code, _out, err = _finish(process)
     assert code == 0, err
@@ -332,14 +332,14 @@ def test_a_hub_to_follow_must_be_named(command: Callable[..., Any]) -> None:
 def test_sigterm_ends_the_watcher_within_seconds_although_a_rollout_runs(
     command: Callable[..., Any], run: RunDir
 ) -> None:
-    FakeRollouts.delay_s = 20.0
+    FakeRollouts.delay_s = 300.0
     process = command("watch")
-    _until(lambda: len(FakeRollouts.calls) >= 3, 60)
+    _until(lambda: len(FakeRollouts.calls) >= 3, 240)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    code, _out, err = _finish(process, 20)
+    code, _out, err = _finish(process, 120)
     assert code == 0, err
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_eval_of_an_unknown_checkpoint_is_one_message_and_exit_code_2(command: Callable[..., Any]) -> None:
@@ -375,7 +375,7 @@ def test_bad_surroundings_are_one_message_and_an_exit_code(
 def test_the_watcher_stays_below_300_mb(command: Callable[..., Any], run: RunDir) -> None:
     FakeRollouts.verdict = staticmethod(lambda _model, task: good(1.0, task, 90))  # type: ignore[assignment]
     process = command("watch")
-    _until(lambda: (run.eval / "checkpoint-4_results.json").exists(), 90)
+    _until(lambda: (run.eval / "checkpoint-4_results.json").exists(), 240)
     status = Path(f"/proc/{process.pid}/status").read_text()
     process.send_signal(signal.SIGTERM)
     assert _finish(process)[0] == 0

@@ -88,4 +88,5 @@ def test_health_is_answered_while_long_arguments_full_of_inner_quotes_are_parsed
         assert call["function"]["name"] == "bash"
         assert json.loads(call["function"]["arguments"]) == {"command": ARGUMENT}
     print(f"/health answered {len(waits)} times meanwhile, after at most {max(waits) * 1e3:.0f} ms")
-    assert len(waits) >= ANSWERS, "the parser holds up the API"
+    # One that holds the API up is met after nearly every parse; what is wanted is hundreds of answers.
+    assert len(waits) >= 2 * ANSWERS, "the parser holds up the API"

@@ -62,11 +62,15 @@ def session_of(factory: HarborSessionFactory, number: int = 1, rollout_id: str =
 
 
 @pytest.fixture
-def factory_of(cfg: Recipe, run: RunDir) -> Callable[[str], HarborSessionFactory]:
-    return lambda url: HarborSessionFactory(cfg, url, POLICY, run, SAMPLING)
+def factory_of(cfg: Recipe, run: RunDir) -> Callable[..., HarborSessionFactory]:
+    def make(url: str, **bounds: float) -> HarborSessionFactory:
+        bounded = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=bounds)})
+        return HarborSessionFactory(bounded, url, POLICY, run, SAMPLING)
+
+    return make
 
 
-Factories = Callable[[str], HarborSessionFactory]
+Factories = Callable[..., HarborSessionFactory]
 
 
 def test_rows_are_the_first_served_tasks_in_their_order(serve: Serve, factory_of: Factories) -> None:
@@ -248,7 +252,7 @@ def free_port() -> int:
 def test_env_server_that_restarts_is_waited_for(serve: Any, factory_of: Factories) -> None:
     port = free_port()
     first = serve(lambda _call: result(), INSTRUCTIONS, port)
-    session = session_of(factory_of(first.url))
+    session = session_of(factory_of(first.url, setup_timeout_s=60.0))
     first.stop()
     threading.Timer(0.7, lambda: serve(lambda _call: result(), INSTRUCTIONS, port)).start()
     assert session.wait_for_completion() == 0

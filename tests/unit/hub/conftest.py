@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir
+from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir, write_text
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def save(run: RunDir) -> Callable[..., Path]:
         for name in (WEIGHTS, CONFIG, "optimizer.pt", "rollout_state.json"):
             (folder / name).write_bytes(name.encode() + fill)
         if ready:
-            (folder / READY).write_bytes(b"at " + fill)
+            write_text(folder / READY, f"at {fill.decode()}")
         return folder
 
     return make

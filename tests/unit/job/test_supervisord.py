@@ -28,10 +28,13 @@ def rules() -> configparser.RawConfigParser:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """Start supervisord with the real configuration, its commands replaced: program -> shell script."""
+    """Start supervisord with the real configuration, its commands replaced: program -> shell script.
+
+    ``first`` is a shell script that runs before it in the same process.
+    """
     started: list[Supervisor] = []
 
-    def run(**scripts: str) -> tuple[Supervisor, Path]:
+    def run(*, first: str = "", **scripts: str) -> tuple[Supervisor, Path]:
         config = rules()
         config.remove_option("supervisord", "user")
         for section in [name for name in config.sections() if name.startswith("program:")]:
@@ -58,7 +61,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
             "--configuration",
             str(tmp_path / "supervisord.conf"),
         ]
-        shell = ["/bin/bash", "-c", f'exec "$@" >> {output} 2>&1', "-", *command]
+        shell = ["/bin/bash", "-c", f'{first}\nexec "$@" >> {output} 2>&1', "-", *command]
         started.append(Supervisor(shell, tmp_path / "s.sock"))
         return started[0], output
 
@@ -70,7 +73,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
             supervisor.process.wait()
 
 
-def wait_for(condition, limit_s: float = 20.0) -> None:
+def wait_for(condition, limit_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s
@@ -88,10 +91,17 @@ def test_the_exit_code_is_the_program_s_and_every_line_has_its_name(start) -> No
     assert "[trainer] one\n[trainer] two\n[trainer] last\n" in output.read_text()
 
 
+def test_a_socket_that_nobody_listens_on_yet_is_waited_for(start, tmp_path: Path) -> None:
+    """supervisord binds it, gives it its name, and only then listens."""
+    bound = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('s.sock'); time.sleep(0.5)"
+    supervisor, _ = start(first=f'cd {tmp_path}; {sys.executable} -c "{bound}"; rm s.sock; cd {ROOT}')
+    assert not supervisor.look("trainer").running
+
+
 def test_what_a_signal_killed_is_started_again_and_what_ended_by_itself_is_not(start, tmp_path: Path) -> None:
-    supervisor, _ = start(trainer=f"echo $$ >> {tmp_path}/pids; [ -e {tmp_path}/end ] && exit 0; sleep 60")
-    supervisor.start("trainer")
     pids = tmp_path / "pids"
+    supervisor, _ = start(trainer=f"[ -e {tmp_path}/end ] && end=1; echo $$ >> {pids}; [ $end ] && exit 0; sleep 60")
+    supervisor.start("trainer")
     wait_for(lambda: pids.exists() and pids.read_text().count("\n") == 1)
     os.kill(int(pids.read_text()), signal.SIGKILL)
     wait_for(lambda: pids.read_text().count("\n") == 2)
@@ -112,6 +122,7 @@ def test_a_policy_whose_engine_died_is_started_again_and_one_that_was_refused_is
     supervisor, _ = start(policy=f"echo up >> {seen}; [ $(wc -l < {seen}) = 2 ] && sleep 60; exit {code}")
     supervisor.start("policy")
     wait_for(lambda: seen.exists() and seen.read_text().count("up") == starts)
+    wait_for(lambda: supervisor.look("policy").running is (code == 0))
     time.sleep(1.5)
     assert seen.read_text().count("up") == starts
     assert supervisor.look("policy").running is (code == 0)

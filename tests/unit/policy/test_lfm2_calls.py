@@ -434,6 +434,9 @@ def test_operations_grow_no_faster_than_the_text(unit: str, times: int) -> None:
 @pytest.mark.parametrize("family", bench_parser.FAMILIES)
 def test_cpu_time_grows_no_faster_than_the_text(family: str) -> None:
     """The regex engine's share, which no count of operations sees: a ratio of CPU time, best of several."""
-    small, _ = bench_parser.best(family, 4_000, repeats=5)
-    ratios = (bench_parser.ratio(small, bench_parser.best(family, 32_000, repeats=1)[0]) for _ in range(5))
-    assert any(ratio < 2.5 * 8 for ratio in ratios)  # 8 if linear, 64 if quadratic
+
+    def ratio() -> float:  # the two side by side, since what a second of CPU does depends on the neighbours
+        small, _ = bench_parser.best(family, 4_000, repeats=5)
+        return bench_parser.ratio(small, bench_parser.best(family, 32_000, repeats=1)[0])
+
+    assert any(ratio() < 2.5 * 8 for _ in range(5))  # 8 if linear, 64 if quadratic

@@ -33,7 +33,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    monkeypatch.delenv("COMPOSE_FILE", raising=False)
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    for name in ("COMPOSE_FILE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / "calls"
 
 
