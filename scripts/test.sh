@@ -6,7 +6,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # The tests choose their own: what `make` exports, or the caller's shell has, must not reach them.
-unset RECIPE VARIANT COMPOSE_FILE RUN_NAME MAX_STEPS WATCH
+unset RECIPE VARIANT COMPOSE_FILE RUN_NAME MAX_STEPS WATCH RUNS_DIR HF_TOKEN ADAPTER_REPO
+# Hypothesis then takes the same examples in every run, and none fails for having been slow once.
+export CI=true
 
 python=.venv/bin/python
 reports=$(mktemp -d)
@@ -14,18 +16,15 @@ trap 'rm -rf "$reports"' EXIT
 failed=0
 
 host() { # host <kind>
-  "$python" -m pytest "tests/$1" -q $steady --junitxml="$reports/$1.xml" || failed=1
+  "$python" -m pytest "tests/$1" -q --junitxml="$reports/$1.xml" || failed=1
 }
-
-# The same examples in every run, and none fails for being slow once: a machine at work is no counterexample.
-steady=--hypothesis-profile=ci
 
 inside() { # inside <image> <folder> [docker options...]
   local image=$1 folder=$2
   shift 2
   docker run --rm --init --network bridge --user root "$@" \
     --volume "$PWD:/src:ro" --volume "$reports:/reports" --workdir /src \
-    --env PYTHONPATH=/src --env PYTHONDONTWRITEBYTECODE=1 --env MODELS_DIR=/src/data/models \
+    --env CI --env PYTHONPATH=/src --env PYTHONDONTWRITEBYTECODE=1 --env MODELS_DIR=/src/data/models \
     "${REGISTRY:-local}/opencode-rl-$image-test:${TAG:-cpu}" \
     python -m pytest "$folder" -q -p no:cacheprovider --junitxml="/reports/contract-$image.xml" || failed=1
 }
