@@ -61,6 +61,15 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def read_request(path: Path) -> dict[str, Any] | None:
+    """A stop request that is whole. A person may write one by hand: with an editor, in parts, or without a reason."""
+    try:
+        value = read_json(path)
+    except ValueError:
+        return None
+    return {"reason": "asked for by hand", **value} if isinstance(value, dict) else None
+
+
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line with a single write, so that writers in several processes never mix."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ last. It loads no torch. Should its container be killed with it, the next one go
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -100,7 +99,7 @@ class Supervisor:
 
     def _left_by_a_killed_one(self) -> Verdict | None:
         """The verdict on an attempt whose supervisor was killed before it could give one; None: there was none."""
-        asked = run_dir.read_json(self._run.stop_request)
+        asked = run_dir.read_request(self._run.stop_request)
         if not self._attempts.open():
             # Whatever lies there is about another attempt.
             self._run.stop_request.unlink(missing_ok=True)
@@ -116,6 +115,10 @@ class Supervisor:
     def _back_off(self, verdict: Verdict) -> Verdict | None:
         """Wait before the next attempt. Returns: why there is none after all."""
         seconds = supervise.backoff_s(self._attempts.resumes(), self._limits)
+        # Written after the one that was obeyed: by a person who wants the end, not another attempt.
+        asked = run_dir.read_request(self._run.stop_request)
+        if asked is not None and not asked.get("resume"):
+            return supervise.judge(0, asked, began=True)
         logger.warning("training starts again", extra={"reason": verdict.reason, "in_s": seconds})
         self._run.stop_request.unlink(missing_ok=True)
         # The dead process's: nobody may take it for the next one's.
@@ -158,9 +161,7 @@ class Supervisor:
     def _asked(self) -> dict[str, Any] | None:
         if self._stop.is_set():
             return supervise.BY_SIGNAL
-        with contextlib.suppress(json.JSONDecodeError):  # a person's file, looked at while it is written
-            return run_dir.read_json(self._run.stop_request)
-        return None
+        return run_dir.read_request(self._run.stop_request)
 
     def _step(self) -> int:
         beat = health.read_heartbeats(self._run).get("trainer")

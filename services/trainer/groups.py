@@ -99,6 +99,18 @@ class GroupBook:
         metrics = {key: value for key, value in sample.metrics.items() if key not in (INDEX, SIZE)}
         return replace(sample, metrics={**metrics, SERIAL: self._serial})
 
+    def receive(self, timeout: float) -> bool:
+        """Take one sample from the worker's queue and hold it. Returns: whether there was one in time."""
+        try:
+            self._receive(self._queue.get(timeout=timeout))
+        except queue.Empty:
+            return False
+        return True
+
+    def detach(self) -> None:
+        """The worker is gone: its queue holds no whole sample any more, and is not read again."""
+        self._queue = queue.Queue()
+
     def qsize(self) -> int:
         return len(self._held) + int(self._queue.qsize())
 

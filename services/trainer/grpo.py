@@ -27,6 +27,9 @@ from services.trainer.rollout_loop import RolloutLoop
 from services.trainer.staleness import StalenessTrainer
 from services.weight_sync.names import lora_factors
 
+HAND_OVER_S = 15.0
+"""As long as TRL waits for the worker's process to end."""
+
 
 class StopRequested(Exception):
     """SIGTERM or SIGINT arrived while the trainer waited for rollouts."""
@@ -40,6 +43,8 @@ class StoppableWorker(HarnessRolloutWorker):
     def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._stop_flag = stop
+        self.book: GroupBook | None = None
+        """Gets what the child hands over at its end."""
 
     def check_health(self, stale_after_s: float) -> None:
         if self._stop_flag.is_set():
@@ -48,6 +53,23 @@ class StoppableWorker(HarnessRolloutWorker):
 
     def alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
+
+    def stop(self) -> None:
+        """TRL's, which waits for a child that cannot end before all that it scored is read, then kills it in the middle
+        of a sample: half a message, for which a checkpoint that reads the queue waits for ever. So it is read here."""
+        child = self._process
+        if child is not None and child.pid is not None and self.book is not None:
+            self._stop_event_mp.set()
+            until = time.monotonic() + HAND_OVER_S
+            while child.is_alive() and time.monotonic() < until:
+                self.book.receive(timeout=0.2)
+            if child.is_alive():
+                child.terminate()
+            elif child.exitcode == 0:
+                while self.book.receive(timeout=0.2):
+                    pass
+            self.book.detach()
+        super().stop()
 
 
 class FactorSyncTrainer(StalenessTrainer):
@@ -107,8 +129,7 @@ class ResumableTrainer(FactorSyncTrainer):
         pending = [RolloutSample(**sample) for sample in start.pending]
         for sample in pending:
             sample.model_version += later
-        self.book = GroupBook(self.rollout_queue, start.cursor, pending)
-        self.rollout_queue = self.book
+        self.rollout_queue = self.rollout_worker.book = self.book = GroupBook(self.rollout_queue, start.cursor, pending)
         # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
         self.callback_handler.callbacks.insert(0, _Books(self))
 
@@ -137,7 +158,9 @@ class ResumableTrainer(FactorSyncTrainer):
         alive = getattr(self.rollout_worker, "alive", lambda: False)
         cursor, pending = self.book.position(alive)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        self._save_state(folder, cursor, self.model_version, pending)
+        # A sync that was served and then failed its proof has not counted up TRL's.
+        version = max(self.model_version, self.weight_transfer.version)
+        self._save_state(folder, cursor, version, pending)
 
     def count_versions_from(self, version: int) -> None:
         """The next sync serves ``version + 1``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from services.common import run_dir
 from services.common.causes import Cause
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
@@ -38,7 +40,10 @@ class RolloutCounts:
         totals = ("rollouts/done", "rollouts/unscorable", "rollouts/cap_hits", "rollouts/budget_stops")
         groups = ("groups/done", "groups/zero_variance")
         self._counts = Counter(dict.fromkeys([*totals, *causes, *groups], 0))
-        self._open_groups: dict[tuple[int, str], list[float | None]] = {}
+        self._open_groups: dict[tuple[int, int], list[float | None]] = {}
+        # The index has whole seconds.
+        starts = (line for line in run_dir.read_lines(run.attempts) if line["event"] == "started")
+        self._attempts_s = [int(line["time_s"]) for line in starts]
         self._ended_s: deque[float] = deque(maxlen=RATE_WINDOW)
 
     def metrics(self) -> dict[str, float]:
@@ -71,8 +76,9 @@ class RolloutCounts:
     def _count_group(self, line: dict[str, Any]) -> None:
         if line["group"] is None:
             return
-        # With the task: a resumed trainer may count its groups from the start again.
-        group = (line["group"], line["task"])
+        # A group that a death has cut is made again by the next attempt.
+        attempt = bisect.bisect_right(self._attempts_s, self._ended_s[-1])
+        group = (attempt, line["group"])
         rewards = self._open_groups.setdefault(group, [])
         rewards.append(self._trained_reward(line) if line["scored"] else None)
         if len(rewards) < self._cfg.rollout.num_generations:

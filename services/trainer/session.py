@@ -12,11 +12,18 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, TrainingTrace, VerifyResult
 from openenv.harbor.client import HarborEnv
 from openenv.harbor.contract import to_training_trace
 from openenv.harbor.models import HarborRolloutResult
-from tenacity import Retrying, retry_if_not_exception_type, stop_after_delay, wait_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    retry_if_not_exception_type,
+    stop_after_delay,
+    wait_exponential,
+)
 
 from services.common import health
 from services.common.causes import Cause, failure_cause
@@ -104,7 +111,14 @@ class HarborSessionFactory(ResourceSessionFactory["HarborSession"]):
     def _served(self) -> dict[str, ServedTask]:
         with self._lock:
             if self._tasks is None:
-                self._tasks = by_prompt(fetch_tasks(self._env_url, self._cfg.tasks.train))
+                # An env that restarts just then: without a wait, TRL's worker would drop group after group.
+                patiently = Retrying(
+                    retry=retry_if_exception_type(NotReadyError),
+                    wait=wait_exponential(multiplier=0.5, max=10),
+                    stop=stop_after_delay(self._cfg.rollout.setup_timeout_s),
+                    reraise=True,
+                )
+                self._tasks = by_prompt(patiently(fetch_tasks, self._env_url, self._cfg.tasks.train))
             return self._tasks
 
 
@@ -118,7 +132,7 @@ def fetch_tasks(env_url: str, suite: str) -> list[ServedTask]:
             for start in range(0, total, TASKS_A_CALL)
             for reference in client.get_task_range(suite, start, min(start + TASKS_A_CALL, total))
         ]
-    except OSError as error:
+    except (OSError, httpx.HTTPError) as error:
         raise NotReadyError(f"the env server at {env_url} does not answer: {error}") from None
     finally:
         client.close()
@@ -184,6 +198,10 @@ class HarborSession(ResourceSession):
         except UnscorableRollout as error:
             failure = error
             raise
+        except Exception as error:
+            # A bug of ours is no verdict on the agent either, and must be in the index as what it is.
+            failure = UnscorableRollout(Cause.CAPTURE, f"{type(error).__name__}: {error}")
+            raise failure from error
         finally:
             if not self._closed.is_set():
                 self._record(failure, found, (first_step, self._policy_step()), time.monotonic() - started)

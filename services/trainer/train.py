@@ -48,7 +48,7 @@ def main() -> int:
         )
         from services.trainer import base_weights
 
-        with base_weights.unchanged(trainer.model, run):
+        with base_weights.unchanged(trainer.model, run, may_drift=cfg.weight_sync.mode == "full"):
             try:
                 return _train(trainer, run, pulse, logger)
             finally:

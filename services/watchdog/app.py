@@ -84,23 +84,25 @@ class Watchdog:
     def _stop_run(self, decision: Decision, seen: Observations) -> None:
         logger.error(decision.reason, extra={"subject": decision.subject})
         # Evidence first: what is asked next changes it.
-        incident_name = self._bundle(decision, seen)
-        self._stopped = True
-        run_dir.write_json(
-            self._run.stop_request,
-            {
-                "reason": decision.reason,
-                "at": run_dir.utc_now(),
-                "by": "watchdog",
-                "resume": decision.resume,
-                "incident": incident_name,
-            },
-        )
+        request = {
+            "reason": decision.reason,
+            "at": run_dir.utc_now(),
+            "by": "watchdog",
+            "resume": decision.resume,
+            "incident": self._bundle(decision, seen),
+        }
+        try:
+            run_dir.write_json(self._run.stop_request, request)
+        except OSError as error:  # a full disk; the next turn decides again
+            logger.error("the stop could not be asked for", extra={"error": str(error)})
+        else:
+            self._stopped = True
 
     def _after_stop(self) -> None:
         """The supervisor has obeyed: nobody waits for the sandboxes of the ended process any more."""
         self._stopped = False
         self._alerted.clear()
+        self._observer.forget_rollouts()
         self._sweep()
 
     def _sweep(self) -> None:

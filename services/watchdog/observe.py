@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 
@@ -38,6 +38,7 @@ class Observer:
         self._last_answer_s: dict[str, float] = {}
         self._refused_s: dict[str, float] = {}
         self._stop_seen_s: float | None = None
+        self._env_pid: int | None = None
         self._rollouts = Tail(run.rollouts / "index.jsonl")
         self._causes: deque[str | None] = deque(maxlen=rollout_window)
         """Of the last rollouts; None: it was scored."""
@@ -51,7 +52,11 @@ class Observer:
             self._stop_seen_s = None
         elif self._stop_seen_s is None:
             self._stop_seen_s = now_s
+        # Before the peers are asked: what failed with a peer is then read no later than the peer is seen away.
+        rollouts = self._rollouts.new_lines()
         silent = self._silent_peers(now_s)
+        if not silent and not self._was_replaced(beats.get("env")):
+            self._count(rollouts)
         return Observations(
             beats=beats,
             watching_since_s=self._since_s,
@@ -61,7 +66,7 @@ class Observer:
             trainer_gone_since_s=self._trainer_gone_s,
             stop_seen_s=self._stop_seen_s,
             exit_code=self._exit_code(),
-            unscorable=self._unscorable(),
+            unscorable=dict(Counter(cause for cause in self._causes if cause is not None)),
         )
 
     def _note_trainer(self, there: bool, now_s: float) -> None:
@@ -71,12 +76,22 @@ class Observer:
         elif self._trainer_seen and self._trainer_gone_s is None:
             self._trainer_gone_s = now_s
 
-    def _unscorable(self) -> dict[str, int]:
-        for line in self._rollouts.new_lines():
+    def forget_rollouts(self) -> None:
+        """Those of an attempt that was stopped say nothing about the next."""
+        self._causes.clear()
+
+    def _was_replaced(self, env: health.Heartbeat | None) -> bool:
+        """Whether env died since the last look, and the next one serves already."""
+        before, self._env_pid = self._env_pid, env.pid if env else self._env_pid
+        return before is not None and before != self._env_pid
+
+    def _count(self, rollouts: list[dict[str, Any]]) -> None:
+        """Not called while a peer is away: it takes all rollouts in flight with it, which is one failure, and other
+        rules of the plan are about it."""
+        for line in rollouts:
             # Whole seconds: the one in which this watch began is taken as ours.
             if datetime.fromisoformat(line["at"]).timestamp() >= int(self._since_s):
                 self._causes.append(None if line["scored"] else line["cause"])
-        return dict(Counter(cause for cause in self._causes if cause is not None))
 
     def _silent_peers(self, now_s: float) -> dict[str, float]:
         silent = {}

@@ -62,6 +62,17 @@ def test_a_merge_in_place_that_is_undone_changes_a_bfloat16_base(tmp_path: Path)
         model.unmerge_adapter()
 
 
+def test_a_drift_that_the_recipe_allows_is_recorded_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """weight_sync.mode = "full"."""
+    model, run = tiny_lfm2(), RunDir(tmp_path)
+    with base_weights.unchanged(model, run, may_drift=True), torch.no_grad():
+        names.base_weight(model, TARGET)[0, 0] += 1.0
+    assert recorded(run)["changed"] == [f"{TARGET}.weight"]
+    assert "base weights changed" in caplog.text
+
+
 def test_a_weight_file_that_is_written_over_while_it_is_mapped_is_noticed(tmp_path: Path) -> None:
     """Seen for real: transformers maps the file, and making the model anew changed the base of a running trainer."""
     folder = tmp_path / "model"

@@ -17,7 +17,7 @@ from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
 from services.common import recipe, run_dir
 from services.common.causes import Cause
-from services.common.errors import RecipeError
+from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.trainer import reward, rollout_log
@@ -257,6 +257,35 @@ def test_env_server_that_restarts_is_waited_for(serve: Any, factory_of: Factorie
     threading.Timer(0.7, lambda: serve(lambda _call: result(), INSTRUCTIONS, port)).start()
     assert session.wait_for_completion() == 0
     session.close()
+
+
+def test_tasks_are_waited_for_while_the_env_server_restarts(serve: Any, factory_of: Factories) -> None:
+    port = free_port()
+    threading.Timer(0.7, lambda: serve(lambda _call: result(), INSTRUCTIONS, port)).start()
+    session = session_of(factory_of(f"http://127.0.0.1:{port}", setup_timeout_s=60.0))
+    assert session.wait_for_completion() == 0
+    session.close()
+
+
+def test_env_server_that_serves_no_tasks_is_named_in_bounded_time(factory_of: Factories) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(NotReadyError, match=f"the env server at {url} does not answer"):
+        factory_of(url).prompt_rows()
+
+
+def test_a_bug_of_ours_is_recorded_as_unscorable(
+    serve: Serve, factory_of: Factories, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("services.trainer.session.breaches", broken)
+    session = session_of(factory_of(serve(lambda _call: result()).url))
+    with pytest.raises(UnscorableRollout, match="KeyError: 'a bug'"):
+        session.wait_for_completion()
+    session.close()
+    [line] = run_dir.read_lines(run.rollouts / rollout_log.INDEX)
+    assert (line["scored"], line["cause"]) == (False, "capture")
 
 
 def test_env_server_that_stays_away_is_named_in_bounded_time(serve: Serve, factory_of: Factories) -> None:

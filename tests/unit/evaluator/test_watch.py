@@ -320,6 +320,13 @@ def test_a_collapse_is_recorded_and_asks_the_trainer_to_stop(collapsing: Callabl
     assert run_dir.read_lines(run.eval / ALARMS)[0]["reason"] == request["reason"]
 
 
+def test_a_request_to_start_again_does_not_hide_a_collapse(collapsing: Callable[[], Evaluator], run: RunDir) -> None:
+    run_dir.write_json(run.stop_request, {"reason": "stall", "by": "watchdog", "resume": True})
+    _end(run)
+    watch(collapsing())
+    assert json.loads(run.stop_request.read_text())["by"] == "evaluator"
+
+
 def test_a_run_that_was_resumed_in_spite_of_a_collapse_is_not_stopped_by_it_again(
     collapsing: Callable[[], Evaluator], run: RunDir, add_checkpoint: AddCheckpoint
 ) -> None:

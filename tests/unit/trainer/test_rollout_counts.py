@@ -1,3 +1,4 @@
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,14 @@ def test_the_rate_is_that_of_the_last_rollouts(tmp_path: Path) -> None:
     for minute in (1, 2, 3):
         ended(run, at=f"2026-11-29T12:0{minute}:00Z")
     assert counts.metrics()["rollouts/per_hour"] == 60.0
+
+
+def test_a_group_that_a_death_has_cut_is_not_mixed_with_the_one_that_is_made_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for started_s in (1_800_000_000, 1_800_000_100):
+        run_dir.append_line(run.attempts, {"event": "started", "time_s": started_s + 0.5})
+    for second, reward in [(10, 0.0)] * 2 + [(110, 1.0)] * 4:
+        at = datetime.fromtimestamp(1_800_000_000 + second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ended(run, group=7, reward=reward, at=at)
+    found = RolloutCounts(run, CFG).metrics()
+    assert (found["groups/done"], found["groups/zero_variance"]) == (1, 1)

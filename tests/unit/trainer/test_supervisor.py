@@ -128,6 +128,27 @@ def test_a_stop_request_is_obeyed_once_it_is_whole(start) -> None:
     assert result(run)["reason"] == "written by hand"
 
 
+@pytest.mark.parametrize("text", ["{}", '{"resume": false}'])
+def test_a_stop_request_needs_no_reason(start, text: str) -> None:
+    process, run = start("polite")
+    run.stop_request.write_text(text)
+    assert process.wait(LIMIT_S) == 4
+    assert result(run)["reason"] == "asked for by hand"
+
+
+def test_a_stop_for_good_that_comes_while_a_resume_is_obeyed_is_obeyed_too(start) -> None:
+    process, run = start("stubborn")
+    run_dir.write_json(run.stop_request, {"reason": "stall", "by": "watchdog", "resume": True})
+    until = time.monotonic() + LIMIT_S
+    while not list(run.incidents.glob("*")):  # it is being obeyed
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    run_dir.write_json(run.stop_request, {"reason": "enough"})
+    assert process.wait(LIMIT_S) == 4
+    assert result(run)["reason"] == "enough"
+    assert events(run).count("started") == 1
+
+
 def test_sigterm_reaches_the_training_process(start) -> None:
     process, run = start("polite")
     process.send_signal(signal.SIGTERM)

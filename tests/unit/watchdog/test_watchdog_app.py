@@ -74,8 +74,8 @@ class Scene:
         peers = {"policy": self.policy.url, "env": self.env.url}
         return Watchdog(self.cfg, self.run, peers, self.client, clock=lambda: self.now_s)
 
-    def beat(self, service: str = "trainer", phase: str = "rollout", step: int = 0) -> None:
-        value = Heartbeat(service, phase, step, self.now_s, self.now_s, 1, {})
+    def beat(self, service: str = "trainer", phase: str = "rollout", step: int = 0, pid: int = 1) -> None:
+        value = Heartbeat(service, phase, step, self.now_s, self.now_s, pid, {})
         run_dir.write_json(self.run.heartbeats / service, asdict(value))
 
     def pass_time(self, seconds: float, **beat: Any) -> list[int | None]:
@@ -278,6 +278,62 @@ def test_a_share_of_unscorable_rollouts_above_the_recipe_s_stops_the_run(scene: 
     scene.pass_time(20, phase="rollout", step=1)
     assert scene.stop is not None and f"{allowed + 1} of the last {limits.unscorable_window}" in scene.stop["reason"]
     assert "capture 18, policy 15" in scene.stop["reason"]
+
+
+def lose_all_in_flight(scene: Scene) -> None:
+    for _ in range(scene.cfg.rollout.unscorable_window):
+        rollout(scene, "env")
+
+
+def test_rollouts_that_a_peer_takes_with_it_are_one_failure(scene: Scene) -> None:
+    scene.pass_time(20, phase="rollout", step=1)
+    scene.env.status = 503
+    lose_all_in_flight(scene)
+    scene.pass_time(20, phase="rollout", step=1)
+    scene.env.status = 200
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is None
+
+
+def test_an_env_that_was_replaced_between_two_looks_is_noticed_by_its_process(scene: Scene) -> None:
+    scene.beat("env", "serving")
+    scene.pass_time(20, phase="rollout", step=1)
+    lose_all_in_flight(scene)
+    scene.beat("env", "serving", pid=2)
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is None
+    lose_all_in_flight(scene)  # of an env that stays: a bound that was crossed
+    scene.pass_time(20, phase="rollout", step=1)
+    assert scene.stop is not None and scene.stop["resume"] is False
+
+
+def test_unscorable_rollouts_before_a_stop_do_not_count_after_it(scene: Scene) -> None:
+    limits = scene.cfg.rollout
+    for _ in range(int(limits.max_unscorable_share * limits.unscorable_window)):
+        rollout(scene, "env")
+    scene.pass_time(20, phase="rollout", step=1)
+    scene.pass_time(scene.cfg.watchdog.stall_s + 20, phase="rollout", step=1)
+    assert scene.stop is not None and scene.stop["resume"] is True
+    scene.run.stop_request.unlink()  # as the supervisor does, which then starts the training process again
+    scene.pass_time(20, phase="rollout", step=2)
+    rollout(scene, "env")
+    scene.pass_time(20, phase="rollout", step=2)
+    assert scene.stop is None
+
+
+def test_a_stop_that_a_full_disk_refuses_is_asked_for_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = run_dir.write_json, []
+
+    def full_once(path: Path, value: Any) -> None:
+        if path == scene.run.stop_request and not refused:
+            refused.append(path)
+            raise OSError(28, "No space left on device")
+        real(path, value)
+
+    monkeypatch.setattr(run_dir, "write_json", full_once)
+    scene.pass_time(20, phase="rollout", step=1)
+    scene.pass_time(scene.cfg.watchdog.stall_s + 20, phase="rollout", step=1)
+    assert refused and scene.stop is not None
 
 
 def test_unscorable_rollouts_of_an_earlier_attempt_are_forgotten(scene: Scene) -> None:
