@@ -18,7 +18,7 @@ import typer
 from scripts import run_recipe, run_view
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, check_variant, console, folder
+from scripts.stack import Stack, check_variant, console, folder, refuse_beside
 from services.common import run_dir, signals
 from services.common import tasks as suites
 from services.common.errors import MachineError, run_main
@@ -112,11 +112,7 @@ def check_tasks(cfg: Recipe, names: str) -> None:
 
 def _preflight(cfg: Recipe, run: RunDir, stack: Stack, variant: str) -> dict[str, str]:
     """Raise what stands in the way; return the ids of the images that a result depends on."""
-    if busy := stack.running():
-        raise MachineError(
-            f"{', '.join(busy)} of this project run already; a run that trains is watched with "
-            "`docker compose up --detach evaluator`, else wait, or end them with `make down`"
-        )
+    refuse_beside(stack.running())
     tag = os.environ.get("TAG") or variant
     report.require(Setup.of(cfg, variant, run.manifest))
     return image_ids(cfg, f"{os.environ.get('REGISTRY', 'local')}/opencode-rl-{{}}:{tag}")

@@ -26,12 +26,15 @@ from scripts.hf.payload import Payload, Request
 from scripts.stack import ROOT, folder, git_revision
 from services.common import recipe
 from services.common.errors import RecipeError, run_main
-from services.hub.client import connect, messages, patiently
+from services.hub.client import UNAVAILABLE, connect, first_line, messages, patiently
 from services.hub.commits import ensure_repository
+from services.hub.pushes import reopen
 
 SANDBOX_LABEL = "opencode-rl-run"
 """As services.env.hub_sandbox sets it on every sandbox."""
 OPEN_STAGES = ["RUNNING", "SCHEDULING"]
+RETRY_S = 60.0
+"""How long the repository is asked before nothing is submitted."""
 WIDE = 160
 """Columns of a table that goes to a file or a pipe: names are not cut there."""
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
@@ -116,11 +119,32 @@ def _submit(
         return 0
     with messages(repo, api.endpoint):
         ensure_repository(api, repo, private=True)
-        for one in asked:
-            job = api.run_job(**one)
-            out.print(f"Job {job.id}: {job.url}")
+        if role == "train":
+            reopen(api, repo, RETRY_S)  # here too: an evaluation's Job may look before the trainer's does it
+        _run_jobs(api, asked)
     out.print(f"`make hf-logs RUN_NAME={name}` follows it, `make hf-stop RUN_NAME={name}` ends it.")
     return 0
+
+
+def _run_jobs(api: HfApi, asked: list[Payload]) -> None:
+    """Submit all or none: a policy without its trainer would run, and cost, until its timeout."""
+    submitted: list[JobInfo] = []
+    try:
+        for one in asked:
+            submitted.append(job := api.run_job(**one))
+            out.print(f"Job {job.id}: {job.url}")
+    except BaseException:  # Ctrl-C too
+        for job, one in zip(submitted, asked, strict=False):
+            _cancel(api, job.id, one["namespace"])
+        raise
+
+
+def _cancel(api: HfApi, job_id: str, namespace: str) -> None:
+    try:
+        patiently(api.cancel_job)(job_id=job_id, namespace=namespace)
+        out.print(f"Job {job_id} is cancelled: the Jobs beside it were not submitted.")
+    except UNAVAILABLE as error:
+        out.print(f"Job {job_id} still runs ({first_line(error)}); end it by `make hf-stop JOB={job_id}`.")
 
 
 def _parse(text: str, path: Path) -> recipe.Recipe:

@@ -6,7 +6,9 @@ The stack itself is compose.yaml; this adds the order in time and the view. Ctrl
 
 from __future__ import annotations
 
+import math
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ import typer
 from scripts import progress, run_recipe, run_view, summary
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, check_variant, console, folder, git_revision
+from scripts.stack import Stack, check_variant, console, folder, git_revision, refuse_beside
 from services.common import recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
@@ -27,6 +29,8 @@ from services.common.run_dir import RunDir
 from services.trainer.supervise import Attempts
 
 POLL_S = 3.0
+LIVE = ("trainer", "evaluator", "policy-eval")
+"""Services of which one runs while a run trains or is evaluated; a policy or env left over alone is taken over."""
 
 
 class Watch(StrEnum):
@@ -73,9 +77,15 @@ def run(
 def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -> int:
     check_variant(variant)
     runs_dir = folder("RUNS_DIR", "runs")
+    refuse_beside_a_run(variant)
     if resume:
-        take_up(run_view.find_run())
-    cfg = recipe.from_environment()
+        this = run_view.find_run()
+        check_watch(run_recipe.of(this), watch)
+        take_up(this)
+        cfg = recipe.from_environment()
+    else:
+        cfg = recipe.from_environment()
+        check_watch(cfg, watch)
     name = os.environ.get("RUN_NAME") or f"{cfg.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tasks_dir = folder("TASKS_DIR", "data/tasks")
     report.require(Setup.from_environment(variant))
@@ -103,6 +113,34 @@ def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -
                     stack.down()
     summary.show(this, cfg)
     return code
+
+
+def refuse_beside_a_run(variant: str) -> None:
+    """Raises: MachineError: a run of this project trains or is evaluated; a second would recreate its containers, and
+    take them down at its end."""
+    try:
+        running = Stack(variant, {}, signals.StopFlag()).running()
+    except (OSError, subprocess.CalledProcessError):
+        return  # no Docker or no Compose: the doctor says so, with what to do
+    refuse_beside([name for name in running if name in LIVE])
+
+
+def check_watch(cfg: Recipe, watch: Watch) -> None:
+    """Raises: RecipeError: every checkpoint is to be evaluated after training, and rotation deletes some before."""
+    made, kept = math.ceil(cfg.trainer.max_steps / cfg.trainer.save_steps), cfg.trainer.keep_checkpoints
+    if made <= kept:
+        return
+    numbers = (
+        f"trainer.max_steps = {cfg.trainer.max_steps} and trainer.save_steps = {cfg.trainer.save_steps} make {made} "
+        f"checkpoints, and trainer.keep_checkpoints keeps the newest {kept}"
+    )
+    if watch == Watch.AFTER:
+        raise RecipeError(
+            f"WATCH=after evaluates every checkpoint, but {numbers}; set trainer.keep_checkpoints = {made}, or use "
+            "WATCH=1, which evaluates them as they appear"
+        )
+    if watch == Watch.BESIDE:
+        console.print(f"[yellow]{numbers}: a watcher that falls behind by more misses those that are gone[/yellow]")
 
 
 def take_up(this: RunDir) -> None:

@@ -109,7 +109,7 @@ def load(run: RunDir) -> RunView:
         rollouts=run_dir.read_lines(run.rollouts / "index.jsonl"),
         open_sandboxes=sum(event != "closed" for event in projects.values()),
         result=run_dir.read_json(run.result),
-        stop=run_dir.read_json(run.stop_request),
+        stop=run_dir.read_request(run.stop_request),
         evaluation=run_dir.read_json(run.eval / "final_results.json"),
         curve=run_dir.read_json(run.eval / "summary.json"),
         timings=run_dir.read_json(run.path / "timings.json") or {},

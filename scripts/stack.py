@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rich.console import Console
 
 from scripts.sweep import sweep_all
 from services.common import signals
-from services.common.errors import NotReadyError, RecipeError
+from services.common.errors import MachineError, NotReadyError, RecipeError
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("cpu", "cuda")
@@ -51,6 +51,15 @@ def git_revision() -> str:
 def compose_files(variant: str) -> list[str]:
     """Names of the files that make the stack of ``cpu`` or ``cuda``."""
     return ["compose.yaml", *(["compose.cpu.yaml"] if variant == "cpu" else [])]
+
+
+def refuse_beside(running: Collection[str]) -> None:
+    """Raises: MachineError: these services run, for a run or an evaluation that would be taken down."""
+    if running:
+        raise MachineError(
+            f"{', '.join(running)} of this project run already; a run that trains is watched with "
+            "`docker compose up --detach evaluator`, else wait (`make status` shows it), or end them with `make down`"
+        )
 
 
 class Stack:
@@ -130,7 +139,15 @@ class Stack:
         self("--profile", "*", "down", "--remove-orphans", check=False, always=True)
 
     def _ask(self, *arguments: str) -> str:
-        return subprocess.run(
+        """What a compose command that is over at once says. In its own session, as above: else Ctrl-C would end it.
+
+        Raises: subprocess.CalledProcessError: with what it said.
+        """
+        done = subprocess.run(
             ["docker", "compose", *arguments],
-            cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            cwd=ROOT, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, arguments, stderr=done.stderr)
+        return done.stdout

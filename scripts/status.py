@@ -142,7 +142,7 @@ def events(view: RunView) -> Iterator[str]:
     if incident := view.last_incident():
         yield f"[red]{len(view.incidents)} incidents, last {escape(incident)}[/red]"
     if view.stop:
-        yield f"[yellow]stop requested: {escape(view.stop['reason'])}[/yellow]"
+        yield f"[yellow]stop requested: {escape(str(view.stop['reason']))}[/yellow]"
     if view.result:
         yield f"ended with exit code {view.result['exit_code']}: {escape(view.result['reason'])}"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 
@@ -13,13 +14,14 @@ from services.common import log, recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.hub.client import connect, messages, patiently
+from services.hub.client import connect, first_line, messages, patiently
 from services.hub.commits import FAILURES
 from services.hub.pushes import EVAL_RECORDS, RECORDS, Pusher, writer
 
 WAIT_FOR_WRITER_S = 60.0
 WEIGHT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """Of a model's repository; what it has besides is not read."""
+logger = logging.getLogger("hub")
 
 
 def main() -> int:
@@ -76,21 +78,34 @@ def push(pusher: Pusher, run: RunDir, cfg: Recipe, repo: str, eval_only: bool) -
 
 
 def mirror(pusher: Pusher, run: RunDir, eval_only: bool) -> None:
+    """Push what is missing, the records last, and whatever became of the rest: who follows the repository waits for
+    ``result.json``.
+
+    Raises: ``commits.FAILURES``: the first of them.
+    """
     if eval_only:
         pusher.push_records(EVAL_RECORDS)
         return
+    try:
+        _push_adapters(pusher, run)
+    except FAILURES:
+        try:
+            pusher.push_records(RECORDS)
+        except FAILURES as error:
+            logger.error("the records are not on the Hub either", extra={"error": first_line(error)})
+        raise
+    pusher.push_records(RECORDS)
+
+
+def _push_adapters(pusher: Pusher, run: RunDir) -> None:
     for checkpoint in pusher.backlog():
         pusher.push(checkpoint)
     if (run_dir.read_json(run.result) or {}).get("exit_code") == 0:
         pusher.push_final_adapter()
-    pusher.push_records(RECORDS)
 
 
 def follow(pusher: Pusher, run: RunDir, eval_only: bool, every_s: float) -> int:
     """Until SIGTERM, and once more then. What fails is tried again the next time."""
-    import logging
-
-    logger = logging.getLogger("hub")
     with signals.stop_event() as stop:
         while True:
             stopping = stop.wait(every_s)

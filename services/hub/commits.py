@@ -9,11 +9,11 @@ from __future__ import annotations
 import email.utils
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from services.hub.client import REQUEST_TIMEOUT_S, first_line, http, is_passing, patiently, status
@@ -39,9 +39,12 @@ def commit(
     message: str,
     retry_for_s: float,
     sleep: Callable[[float], None] = time.sleep,
+    *,
+    without: Collection[str] = (),
 ) -> str:
     """Have ``files`` (path in the repository -> file) in the newest commit, all in one commit if any is missing.
 
+    Args: without: paths in the repository that the newest commit must not have.
     Returns: the commit.  Raises: what huggingface_hub raises, when it does not pass within ``retry_for_s``; OSError: a
     file is gone.
     """
@@ -54,17 +57,20 @@ def commit(
         reraise=True,
     ):
         with attempt:
-            return _commit_on_top(api, repo, files, message)
+            return _commit_on_top(api, repo, files, message, without)
     raise AssertionError("tenacity ends with a result or an exception")
 
 
-def _commit_on_top(api: HfApi, repo: str, files: Mapping[str, Path], message: str) -> str:
+def _commit_on_top(api: HfApi, repo: str, files: Mapping[str, Path], message: str, without: Collection[str]) -> str:
     head = str(api.repo_info(repo, timeout=REQUEST_TIMEOUT_S).sha)
     listed = {file.path: file for file in list_files(api, repo, head)}
     missing = {path: file for path, file in files.items() if path not in listed or not listed[path].is_at(file)}
-    if not missing:
+    operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete] = [
+        *(CommitOperationAdd(path, str(file)) for path, file in sorted(missing.items())),
+        *(CommitOperationDelete(path, is_folder=False) for path in without if path in listed),
+    ]
+    if not operations:
         return head
-    operations = [CommitOperationAdd(path, str(file)) for path, file in sorted(missing.items())]
     made: Any = api.create_commit(repo, operations, commit_message=message, parent_commit=head)
     return str(made.oid)
 

@@ -1,7 +1,8 @@
 """A run's checkpoints and results on the Hub: ``checkpoint-N/`` as soon as it is complete, the records at the end.
 
-A checkpoint is one commit with READY in it, so that a reader of the repository sees all of it or nothing. One process
-writes at a time: an advisory lock on the run sees to that on one machine, the parent of each commit elsewhere.
+A checkpoint is one commit with READY in it, so that a reader of the repository sees all of it or nothing. In the same
+commit is what a run must not forget when it goes on elsewhere (``PROGRESS``). One process writes at a time: an advisory
+lock on the run sees to that on one machine, the parent of each commit elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +28,10 @@ from services.hub.commits import FAILURES, commit, ensure_repository
 
 LOG = "pushes.jsonl"
 """In the run: one line for each checkpoint that is on the Hub."""
-RECORDS = ("manifest.json", "result.json", "metrics.jsonl", "costs.json", "eval/*.json", "eval/*.png")
+RESULT = "result.json"
+PROGRESS = ("costs.json", "metrics.jsonl", "trained.jsonl")
+"""Records that grow with every step: pushed with each checkpoint, since a killed machine pushes nothing more."""
+RECORDS = ("manifest.json", RESULT, *PROGRESS, "eval/*.json", "eval/*.png")
 EVAL_RECORDS = tuple(pattern for pattern in RECORDS if pattern.startswith("eval/"))
 RETRY_EVERY_S = 60.0
 """A backlog is taken up again after this long, and at every new checkpoint."""
@@ -69,7 +75,7 @@ class Pusher:
 
     def push(self, checkpoint: Checkpoint) -> str:
         """Push one; return its commit. Raises: ``commits.FAILURES``."""
-        with run_dir.in_use(checkpoint.path):  # rotation leaves it alone
+        with run_dir.in_use(checkpoint.path), self._progress() as progress:  # rotation leaves it alone
             mark = identity(checkpoint)
             files = {
                 f"{checkpoint.path.name}/{path.relative_to(checkpoint.path).as_posix()}": path
@@ -77,7 +83,7 @@ class Pusher:
                 if path.is_file()
             }
             began_s = time.monotonic()
-            made = self._commit(files, f"{checkpoint.path.name} of {self._run.path.name}")
+            made = self._commit(files | progress, f"{checkpoint.path.name} of {self._run.path.name}")
         self._pushed.add(mark)
         seconds = round(time.monotonic() - began_s, 2)
         run_dir.append_line(
@@ -109,11 +115,37 @@ class Pusher:
             files = {name: complete[-1].path / name for name in (WEIGHTS, CONFIG)}
             return self._commit(files, f"Adapter of {complete[-1].path.name}")
 
+    def reopen(self) -> None:
+        """Take the result of before out of the repository. Raises: ``commits.FAILURES``."""
+        self._ensure()
+        reopen(self._api, self._repo, self._limits.retry_for_s, self._sleep)
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[dict[str, Path]]:
+        """Copies of the records that grow: training writes on, and a try that comes again must find the same bytes."""
+        with tempfile.TemporaryDirectory() as aside:
+            yield {
+                name: Path(shutil.copy(self._run.path / name, aside))
+                for name in PROGRESS
+                if (self._run.path / name).is_file()
+            }
+
     def _commit(self, files: dict[str, Path], message: str) -> str:
+        self._ensure()
+        return commit(self._api, self._repo, files, message, self._limits.retry_for_s, self._sleep)
+
+    def _ensure(self) -> None:
         if not self._has_repository:
             ensure_repository(self._api, self._repo)
             self._has_repository = True
-        return commit(self._api, self._repo, files, message, self._limits.retry_for_s, self._sleep)
+
+
+def reopen(api: HfApi, repo: str, retry_for_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Take ``result.json`` out of the repository: who follows it must not take a run that goes on for ended.
+
+    Raises: ``commits.FAILURES``.
+    """
+    commit(api, repo, {}, "The run goes on", retry_for_s, sleep, without=(RESULT,))
 
 
 def identity(checkpoint: Checkpoint) -> Identity:
@@ -142,6 +174,7 @@ class BackgroundPushes:
         self._retry_every_s = retry_every_s
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._reopened = False
         self._failures = 0
         self._last_step = 0
         self._last_success_s = time.monotonic()
@@ -176,7 +209,7 @@ class BackgroundPushes:
             self._wake.clear()  # before the look at `closing`: a close after it wakes the wait below
             closing = self._closing.is_set()
             try:
-                self._pass()
+                self._pass(closing)
             except Exception:  # the thread's last line of defence: a bug here must not end the pushes, nor training
                 self._failures += 1
                 logger.exception("pushes failed")
@@ -184,10 +217,12 @@ class BackgroundPushes:
                 return
             self._wake.wait(self._retry_every_s)
 
-    def _pass(self) -> None:
+    def _pass(self, closing: bool) -> None:
         with writer(self._run) as ours:
             if not ours:
                 return
+            if not self._reopened and not closing:  # a run that ends overwrites the result anyway
+                self._reopen()
             for checkpoint in self._pusher.backlog():
                 try:
                     self._pusher.push(checkpoint)
@@ -199,3 +234,12 @@ class BackgroundPushes:
                 else:
                     self._last_step = checkpoint.step
                     self._last_success_s = time.monotonic()
+
+    def _reopen(self) -> None:
+        try:
+            self._pusher.reopen()
+        except FAILURES as error:
+            self._failures += 1
+            logger.error("the result of before is still on the Hub", extra={"error": first_line(error)})
+        else:
+            self._reopened = True

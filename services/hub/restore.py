@@ -1,4 +1,7 @@
-"""The newest checkpoint of a run from the Hub, whole, where this machine has none: the run's first machine is gone."""
+"""The newest checkpoint of a run from the Hub, whole, where this machine has none: the run's first machine is gone.
+
+With it come the records that go on: what the run has cost, its metrics, and what it has trained on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from services.common.errors import RecipeError
 from services.common.run_dir import READY, Checkpoint, RunDir
 from services.hub.client import DamagedError, connect, messages, patiently
 from services.hub.files import RemoteFile, list_files
+from services.hub.pushes import PROGRESS
 
 _MARKER = re.compile(rf"^checkpoint-(\d+)/{READY}$")
 logger = logging.getLogger("hub")
@@ -36,12 +41,14 @@ def from_environment() -> Callable[[RunDir], Checkpoint | None] | None:
 def newest(api: HfApi, repo: str, run: RunDir) -> Checkpoint | None:
     """Bring the newest complete checkpoint to the run, READY last; None when the repository has none.
 
+    Before READY, the run's records, those that it has not here: a run with a checkpoint is not asked for again.
     Raises: RecipeError: the repository is not there. NotReadyError: the Hub does not answer, or sends other bytes.
     """
     with messages(repo, api.endpoint):
         head = str(patiently(api.repo_info)(repo, timeout=30).sha)
         files = patiently(list_files)(api, repo, head)
         steps = [int(match[1]) for file in files if (match := _MARKER.match(file.path))]
+        _bring_records(api, repo, head, files, run)
         if not steps:
             return None
         name = f"checkpoint-{max(steps)}"
@@ -58,6 +65,15 @@ def newest(api: HfApi, repo: str, run: RunDir) -> Checkpoint | None:
     shutil.rmtree(aside, ignore_errors=True)
     logger.info("checkpoint is from the Hub", extra={"repo": repo, "commit": head, "step": max(steps)})
     return Checkpoint(max(steps), target)
+
+
+def _bring_records(api: HfApi, repo: str, revision: str, files: list[RemoteFile], run: RunDir) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=run.path, prefix=".records.") as aside:
+        for file in files:
+            if file.path in PROGRESS and not (run.path / file.path).exists():
+                patiently(_bring)(api, repo, revision, file, Path(aside))
+                os.replace(Path(aside) / file.path, run.path / file.path)
 
 
 def _bring(api: HfApi, repo: str, revision: str, file: RemoteFile, folder: Path) -> None:

@@ -86,6 +86,23 @@ def test_stop_incident_and_result_are_shown(run: RunDir) -> None:
     assert "to go" not in text
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"reason": "eno', ""),
+        ('["enough"]', ""),
+        ('"enough"', ""),
+        ("", ""),
+        ('{"resume": true}', "stop requested: asked for by hand"),
+        ('{"reason": 7}', "stop requested: 7"),
+    ],
+)
+def test_a_stop_request_that_a_person_wrote_badly_ends_no_view(run: RunDir, text: str, shown: str) -> None:
+    run.stop_request.write_text(text)
+    found = _text(run, fake.T0)
+    assert shown in found and ("stop requested" in found) == bool(shown)
+
+
 def test_a_run_that_wrote_nothing_yet_can_be_looked_at(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "new")
     run.prepare()

@@ -17,7 +17,8 @@ from services.evaluator.adapters import CONFIG, WEIGHTS
 from services.evaluator.app import Evaluator
 from services.evaluator.watch import watch
 from services.hub import adapters as hub
-from services.hub.client import ATTEMPTS
+from services.hub.client import ATTEMPTS, connect
+from services.hub.pushes import reopen
 from tests.fakes.evaluation import FakeEnv, write_adapter
 from tests.hub.server import Fault, LocalHub
 
@@ -251,6 +252,17 @@ def test_a_run_that_ended_before_its_last_step_is_known_by_its_result(
     server.commit(REPO, {"result.json": b"{}"})
     source.complete()
     assert source.ended()
+
+
+def test_a_run_that_goes_on_has_not_ended(server: LocalHub, files: Files, source: hub.HubSource) -> None:
+    server.commit(REPO, files("checkpoint-2/") | {"result.json": b"{}"})
+    source.complete()
+    assert source.ended()
+    reopen(connect(), REPO, retry_for_s=10)
+    assert [found.step for found in source.complete()] == [2] and not source.ended()
+    before = server.repo(REPO).at("main").oid
+    reopen(connect(), REPO, retry_for_s=10)
+    assert server.repo(REPO).at("main").oid == before
 
 
 def test_a_hub_that_is_away_or_has_no_repository_yet_is_asked_again(

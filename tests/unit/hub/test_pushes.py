@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from services.common.recipe import Push
-from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir, read_lines
+from services.common.run_dir import CONFIG, READY, WEIGHTS, RunDir, append_line, read_lines
 from services.hub import commits, pushes
+from services.hub.__main__ import mirror
 from services.hub.adapters import Reference, resolve
 from services.hub.client import UNAVAILABLE, connect
 from services.hub.pushes import BackgroundPushes, Pusher
@@ -51,6 +52,35 @@ def test_a_checkpoint_is_one_commit_with_all_its_files(server: LocalHub, pusher:
     assert pusher.backlog() == []
     # What the evaluator finds is what was pushed.
     assert resolve(Reference(REPO)).step == 2
+
+
+def test_costs_and_metrics_so_far_are_in_the_checkpoint_s_commit(
+    server: LocalHub, pusher: Pusher, save: Save, run: RunDir
+) -> None:
+    run.metrics.write_text('{"step": 2}\n')
+    run.trained.write_text('{"step": 2}\n')
+    (run.path / "costs.json").write_text("{}")
+    save(2)
+    pusher.push(pusher.backlog()[0])
+    assert titles(server) == ["checkpoint-2 of smoke"]
+    assert set(files(server)) >= {"costs.json", "metrics.jsonl", "trained.jsonl", f"checkpoint-2/{READY}"}
+
+
+def test_metrics_that_grow_during_a_push_make_no_second_commit(
+    server: LocalHub, run: RunDir, save: Save, waits: list[float]
+) -> None:
+    run.metrics.write_text('{"step": 2}\n')
+    save(2)
+
+    def train_on(seconds: float) -> None:
+        waits.append(seconds)
+        append_line(run.metrics, {"step": 3})
+
+    server.fail(Fault("POST", COMMIT, status=500, after_effect=True))
+    pusher = Pusher(connect(), REPO, run, LIMITS, train_on)
+    pusher.push(pusher.backlog()[0])
+    assert titles(server) == ["checkpoint-2 of smoke"]
+    assert files(server)["metrics.jsonl"] == b'{"step": 2}\n' and len(read_lines(run.metrics)) == 2
 
 
 def test_an_incomplete_folder_is_never_pushed(server: LocalHub, pusher: Pusher, save: Save) -> None:
@@ -235,6 +265,21 @@ def test_a_save_is_pushed_without_waiting_and_the_metrics_say_so(
     assert titles(server) == ["checkpoint-2 of smoke"]
 
 
+def test_a_run_that_goes_on_takes_the_result_of_before_away(
+    server: LocalHub, pusher: Pusher, save: Save, run: RunDir
+) -> None:
+    """Who follows the repository must not take the run for ended, neither now nor at a later checkpoint."""
+    server.commit(REPO, {"result.json": b'{"exit_code": 4}'}, title="ended")
+    server.fail(Fault("POST", COMMIT, status=403, times=1))
+    background = BackgroundPushes(pusher, run, retry_every_s=0.05)
+    until(lambda: "result.json" not in files(server))
+    save(2)
+    background.wake()
+    until(lambda: background.metrics()["push/last_step"] == 2)
+    assert background.close(10)
+    assert titles(server) == ["checkpoint-2 of smoke", "The run goes on", "ended"]
+
+
 def test_a_failure_is_counted_and_its_turn_comes_again(
     server: LocalHub, pusher: Pusher, save: Save, run: RunDir
 ) -> None:
@@ -312,6 +357,24 @@ def test_a_checkpoint_that_vanishes_is_one_failure(
     until(lambda: background.metrics()["push/failures"] == 1)
     asked.append(1)
     assert background.close(10)
+
+
+# --- A run that ended ---------------------------------------------------------------------------------------------
+
+
+def test_the_result_is_pushed_although_a_checkpoint_cannot_be_and_the_first_error_counts(
+    server: LocalHub, pusher: Pusher, save: Save, run: RunDir
+) -> None:
+    save(2)
+    run.result.write_text(json.dumps({"exit_code": 4}))
+    server.fail(Fault("POST", COMMIT, status=403, times=1))
+    with pytest.raises(UNAVAILABLE, match="403"):
+        mirror(pusher, run, False)
+    assert titles(server) == ["Records of smoke"] and "result.json" in files(server)
+    server.fail(Fault("POST", COMMIT, status=403, times=1), Fault("POST", COMMIT, status=401, times=1))
+    run.result.write_text(json.dumps({"exit_code": 6}))
+    with pytest.raises(UNAVAILABLE, match="403"):
+        mirror(pusher, run, False)
 
 
 # --- From the command line ----------------------------------------------------------------------------------------

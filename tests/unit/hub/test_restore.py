@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.costs import Meter
 from services.common.errors import NotReadyError, RecipeError
-from services.common.recipe import Push
+from services.common.recipe import Costs, Push
 from services.common.run_dir import READY, WEIGHTS, RunDir
 from services.hub import restore
 from services.hub.client import connect
@@ -70,3 +71,35 @@ def test_only_who_asks_for_it_resumes_from_the_hub(
     monkeypatch.delenv("ADAPTER_REPO")
     with pytest.raises(RecipeError, match="ADAPTER_REPO is not set"):
         restore.from_environment()
+
+
+def test_costs_metrics_and_the_account_of_samples_come_along_where_the_run_has_none(
+    pushed: dict[str, bytes], server: LocalHub, run: RunDir
+) -> None:
+    records = {"costs.json": b'{"machines": [[0, 3600]]}', "metrics.jsonl": b"1", "trained.jsonl": b"2"}
+    server.commit(REPO, records | {"result.json": b"{}", "eval/summary.json": b"{}"})
+    run.trained.write_text("own")
+    assert restore.newest(connect(), REPO, run) is not None
+    assert (run.path / "costs.json").read_bytes() == records["costs.json"]
+    assert (run.metrics.read_text(), run.trained.read_text()) == ("1", "own")
+    assert not run.result.exists() and not run.eval.exists()
+    assert not list(run.path.glob(".records*"))
+    meter = Meter(run, Costs(trainer_usd_per_hour=10.0), clock=lambda: 7200.0)
+    assert meter.update(10).usd == 10.0
+
+
+def test_a_run_without_a_checkpoint_on_the_hub_has_cost_what_it_has_cost(server: LocalHub, run: RunDir) -> None:
+    server.commit(REPO, {"costs.json": b"{}"})
+    assert restore.newest(connect(), REPO, run) is None
+    assert (run.path / "costs.json").exists()
+
+
+def test_records_are_here_before_the_checkpoint_looks_complete(
+    pushed: dict[str, bytes], server: LocalHub, run: RunDir
+) -> None:
+    """A run that has a checkpoint is not asked for again."""
+    server.commit(REPO, {"costs.json": b"{}"})
+    server.fail(Fault("GET", "/resolve/.*/costs.json", corrupt=True, times=9))
+    with pytest.raises(NotReadyError, match=r"costs\.json of local/adapter arrived with other bytes"):
+        restore.newest(connect(), REPO, run)
+    assert run.complete_checkpoints() == [] and not (run.path / "costs.json").exists()

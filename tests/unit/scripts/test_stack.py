@@ -19,7 +19,8 @@ env > "$CALLS.env"
 case "$*" in
   *"up --detach broken"*) echo "no such image" >&2; exit 17;;
   *"up --detach slow"*) exec sleep 30;;
-  *"ps --all"*) echo "exited 4";;
+  *"ps --all"*broken) echo "no such service" >&2; exit 14;;
+  *"ps --all"*) echo "exited 4"; cut -d' ' -f6 "/proc/$$/stat" > "$CALLS.session";;
   *"ps --services"*) printf 'trainer\\nenv\\nenv\\n';;
 esac
 """
@@ -65,6 +66,21 @@ def test_state_of_services_is_read_from_compose(calls: Path) -> None:
     stack = Stack("cpu", {}, StopFlag())
     assert stack.exit_code("trainer") == 4
     assert stack.running() == ["env", "trainer"]
+
+
+def test_a_question_is_asked_in_a_session_of_its_own_where_ctrl_c_does_not_end_it(calls: Path) -> None:
+    Stack("cpu", {}, StopFlag()).exit_code("trainer")
+    session = int(Path(f"{calls}.session").read_text())
+    assert session != os.getsid(0)
+
+
+def test_a_question_that_failed_names_its_command_once_with_its_words(
+    calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = Stack("cpu", {}, StopFlag())
+    assert stack.guarded(lambda: stack.exit_code("broken") or 0) == 3
+    err = " ".join(capsys.readouterr().err.split())
+    assert err.startswith("docker compose ps --all --format {{.State}} {{.ExitCode}} broken failed: no such service")
 
 
 def test_a_failed_command_is_exit_code_3_with_its_words_and_the_logs(

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from typer.testing import CliRunner
 
 from scripts import hf_job
@@ -160,7 +161,13 @@ def test_the_payload_of_a_training_job_is_this(server: LocalHub, ready: Path, re
 
 def test_a_missing_repository_is_made_private(server: LocalHub, ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(hf_job, "ensure_repository", lambda api, repo, *, private: asked.append(private))
+    real = hf_job.ensure_repository
+
+    def ensure(api: HfApi, repo: str, *, private: bool) -> None:
+        asked.append(private)
+        real(api, repo, private=private)
+
+    monkeypatch.setattr(hf_job, "ensure_repository", ensure)
     assert call(*TRAIN, "--yes")[0] == 0
     assert asked == [True]
 
@@ -210,6 +217,34 @@ def test_a_split_run_is_two_jobs_in_one_network_group(server: LocalHub, ready: P
     assert trainer["network"] == {"group": "run-1-2", "aliases": ["trainer"]}
     assert trainer["environment"]["POLICY_ALIAS"] == "policy"
     assert (policy["flavor"], trainer["flavor"]) == ("h200", "h200")
+
+
+@pytest.mark.parametrize("hub", ["answers", "is away"])
+def test_a_policy_without_its_trainer_is_cancelled(server: LocalHub, ready: Path, hub: str) -> None:
+    server.fail(Fault("POST", "/api/jobs/local$", status=403, skip=1, times=9))
+    if hub == "is away":
+        server.fail(Fault("POST", "/cancel$", status=403, times=9))
+    code, output = call("train", "--repo", "local/adapter", "--run-name", "run-1", "--split", "--yes")
+    (policy,) = server.jobs.values()
+    assert code == 2 and policy.spec["labels"]["role"] == "policy"
+    if hub == "answers":
+        assert policy.stage == "CANCELED" and f"Job {policy.id} is cancelled" in output
+    else:
+        assert f"end it by `make hf-stop JOB={policy.id}`" in output
+
+
+def test_the_result_of_before_is_gone_before_a_resumed_run_is_submitted(server: LocalHub, ready: Path) -> None:
+    """Else an evaluation's Job that looks first takes the run for ended."""
+    server.commit("local/adapter", {"result.json": b"{}", "metrics.jsonl": b""})
+    assert call(*TRAIN, "--resume", "--yes")[0] == 0
+    assert "result.json" not in server.repo("local/adapter").at("main").files
+    assert "metrics.jsonl" in server.repo("local/adapter").at("main").files
+
+
+def test_an_evaluation_leaves_the_result_where_it_is(server: LocalHub, ready: Path) -> None:
+    server.commit("local/adapter", {"result.json": b"{}"})
+    assert call("eval", "--repo", "local/adapter", "--run-name", "run-1", "--yes")[0] == 0
+    assert "result.json" in server.repo("local/adapter").at("main").files
 
 
 def test_no_timeout_is_the_hub_s_own(ready: Path, server: LocalHub) -> None:
