@@ -30,6 +30,7 @@ from services.common.tasks import (
     VARIABLE,
     PinFile,
     TaskProblem,
+    compose_services,
     dump_pin,
     env_tables,
     files_sha256,
@@ -38,15 +39,6 @@ from services.common.tasks import (
 )
 
 LOCK_FILE = ".prepared.json"
-SERVICE_KEYS = frozenset(
-    {
-        "command", "depends_on", "entrypoint", "environment", "expose", "healthcheck", "image", "init", "networks",
-        "pids_limit", "platform", "pull_policy", "read_only", "security_opt", "shm_size", "stop_grace_period",
-        "stop_signal", "tmpfs", "user", "working_dir",
-    }
-)  # fmt: skip
-"""What a task's own compose file may say of a service. The rest could reach the host (volumes, devices, pid, ...),
-other containers (ports, network_mode, ...), or lift the limits that the recipe sets (cpus, mem_limit, deploy, ...)."""
 
 
 class Settings(BaseModel):
@@ -229,19 +221,7 @@ def _own_services(text: str) -> dict[str, dict[str, Any] | None]:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise TaskProblem(f"{COMPOSE_FILE} is not valid YAML: {str(error).splitlines()[0]}") from None
-    services = parsed.get("services") if isinstance(parsed, dict) else None
-    if not isinstance(services, dict) or not all(isinstance(body, dict | None) for body in services.values()):
-        raise TaskProblem(f"{COMPOSE_FILE} has no services; remove the file, or describe the service main")
-    if refused := sorted(set(parsed) - {"services", "networks", "version"}):
-        raise TaskProblem(f"{COMPOSE_FILE} has {', '.join(refused)}; allowed at the top: services, networks")
-    for name, body in services.items():
-        allowed = SERVICE_KEYS - {"image"} if name == "main" else SERVICE_KEYS
-        if refused := sorted(set(body or {}) - allowed):
-            raise TaskProblem(
-                f"{COMPOSE_FILE} sets {', '.join(refused)} for {name}, which may open the host or others to a sandbox, "
-                f"or lift its limits; allowed: {', '.join(sorted(allowed))}"
-            )
-    return services
+    return compose_services(parsed)
 
 
 def _without_host_variables(value: Any, allowed: frozenset[str], report: Callable[[str], None]) -> Any:

@@ -49,10 +49,13 @@ class Rollout(Protocol):
 
 
 _BY_EXCEPTION = {
+    "DockerError": Cause.SANDBOX_CREATE,  # the engine is asked while a sandbox starts, and not later
     "EnvironmentStartTimeoutError": Cause.SANDBOX_CREATE,
     "HealthcheckError": Cause.SANDBOX_CREATE,
     "SandboxBuildFailedError": Cause.SANDBOX_CREATE,
     "SandboxLostError": Cause.SANDBOX_LOST,
+    "SandboxError": Cause.SANDBOX_LOST,  # this one and the next: of a Job that was there, and does not answer any more
+    "HfHubHTTPError": Cause.SANDBOX_LOST,
     "AgentSetupTimeoutError": Cause.SETUP,
     "AgentSetupError": Cause.SETUP,
     "AgentTimeoutError": Cause.AGENT_TIMEOUT,

@@ -53,6 +53,16 @@ networks:
     name: ${SANDBOX_NETWORK:?the env service sets it to the network of the sandboxes}
 """
 
+SERVICE_KEYS = frozenset(
+    {
+        "command", "depends_on", "entrypoint", "environment", "expose", "healthcheck", "image", "init", "networks",
+        "pids_limit", "platform", "pull_policy", "read_only", "security_opt", "shm_size", "stop_grace_period",
+        "stop_signal", "tmpfs", "user", "working_dir",
+    }
+)  # fmt: skip
+"""What a task's own compose file may say of a service. The rest could reach the host (volumes, devices, pid, ...),
+other containers (ports, network_mode, ...), or lift the limits that the recipe sets (cpus, mem_limit, deploy, ...)."""
+
 # A name is a folder below a suite, a part of container names, and printed: nothing that could leave its place.
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$"
 TaskName = Annotated[str, Field(pattern=TASK_NAME)]
@@ -411,6 +421,30 @@ def env_tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 yield from env_tables(value)
         elif isinstance(value, list):
             yield from (table for item in value if isinstance(item, Mapping) for table in env_tables(item))
+
+
+# --- Compose files ------------------------------------------------------------------------------------------------
+
+
+def compose_services(parsed: Any) -> dict[str, dict[str, Any] | None]:
+    """The services of a task's compose file.
+
+    Args: parsed: the file's content; this module reads no YAML.
+    Raises: TaskProblem: it has none, or says what could reach the host or other containers; what is allowed.
+    """
+    services = parsed.get("services") if isinstance(parsed, dict) else None
+    if not isinstance(services, dict) or not all(isinstance(body, dict | None) for body in services.values()):
+        raise TaskProblem(f"{COMPOSE_FILE} has no services; remove the file, or describe the service main")
+    if refused := sorted(set(map(str, parsed)) - {"services", "networks", "version"}):
+        raise TaskProblem(f"{COMPOSE_FILE} has {', '.join(refused)}; allowed at the top: services, networks")
+    for name, body in services.items():
+        allowed = SERVICE_KEYS - {"image"} if name == "main" else SERVICE_KEYS
+        if refused := sorted(set(map(str, body or {})) - allowed):
+            raise TaskProblem(
+                f"{COMPOSE_FILE} sets {', '.join(refused)} for {name}, which may open the host or others to a sandbox, "
+                f"or lift its limits; allowed: {', '.join(sorted(allowed))}"
+            )
+    return services
 
 
 # --- Files --------------------------------------------------------------------------------------------------------

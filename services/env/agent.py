@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
-from services.env import opencode
+from services.env import agent_phase, opencode
 from services.env.docker import DockerError, docker
 from services.env.hub_sandbox import HubSandbox
 from services.env.sandbox import Sandbox
@@ -71,6 +71,8 @@ class BakedOpenCode(OpenCode):
             # Also after a time-out: Harbor stops waiting then, but nothing stops the agent's processes.
             if isinstance(environment, Sandbox | HubSandbox):
                 await environment.end_agent_phase()
+            else:
+                await agent_phase.end(environment, UID)
 
 
 _VERSION_SCRIPT = "HOME=/tmp/opencode-version opencode --version && rm -rf /tmp/opencode-version && "

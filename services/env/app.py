@@ -144,25 +144,35 @@ def serve(cfg: Recipe, run: RunDir) -> int:
             while not stop.wait(BEAT_S):
                 for server in servers:
                     server.check()
-                pulse.set("serving", **board.snapshot())
+                beat(pulse, board)
         finally:
             for server in servers:
                 server.ask_to_stop()
             for server in servers:
                 server.join()
-            sweep_backend(cfg, run)
+            # Of a server that did not end in time the rollouts count as live; they end with this process.
+            sweep_backend(cfg, run, keep_live=False)
     return 0
 
 
-def sweep_backend(cfg: Recipe, run: RunDir) -> int:
+def beat(pulse: health.Pulse, board: Scoreboard) -> None:
+    """Say what is served. A disk that is full for a moment must not end env, and with it all rollouts."""
+    try:
+        pulse.set("serving", **board.snapshot())
+    except OSError as error:
+        logger.warning("the heartbeat could not be written", extra={"error": str(error)})
+
+
+def sweep_backend(cfg: Recipe, run: RunDir, *, keep_live: bool = True) -> int:
     """End what the run has left where its sandboxes run and no rollout of this process uses; nothing of another run.
 
+    Args: keep_live: False: also what rollouts of this process use.
     Returns: how many sandboxes.
     """
     if cfg.env.backend == "docker":
-        return sweep(run, keep=frozenset(sandbox.Sandbox.live))
+        return sweep(run, keep=sandbox.Sandbox.live if keep_live else ())
     if cfg.env.backend == "hf-sandbox":
-        return hub_sandbox.sweep(run)
+        return hub_sandbox.sweep(run, keep=hub_sandbox.HubSandbox.live if keep_live else ())
     return 0
 
 

@@ -12,15 +12,18 @@ import aiohttp
 import httpx
 import orjson
 from openenv.core.harness.capture.server import UpstreamPool
+from openenv.core.harness.capture.sessions import extract_api_key
 from openenv.core.harness.capture.upstream import InferenceClient, auth_headers
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_REQUEST_BYTES = 64 * 1024 * 1024
-"""Of one model call; a long conversation is below 2 MB."""
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+"""Of one model call, and of all that a session has in flight; a long conversation is below 2 MB."""
+MAX_CALLS = 4
+"""Of one session at a time; OpenCode, without sub-agents and titles, makes one."""
 
 
 class DataPlane:
@@ -29,12 +32,17 @@ class DataPlane:
     OpenEnv's admin routes ask for a key. In this port they do not exist: the rollouts use the registry in process.
     Model calls go straight to OpenEnv's handler: FastAPI's layers around it have nothing to do for this one route, and
     with them, and an answer in four writes, a call cost a third more.
+
+    That handler parses the body before it looks at the key, and JSON takes many times its size in memory. So the key is
+    asked for first, and what a session has in flight is bounded.
     """
 
     def __init__(self, app: Starlette) -> None:
         """Raises: RuntimeError: the application has no handler of model calls where OpenEnv's has it."""
         self._app = app
         self._model_call = _handler(app)
+        self._inflight: dict[str, list[int]] = {}
+        """Session -> bytes of each of its calls that are open. Used on the server's event loop only."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,8 +52,27 @@ class DataPlane:
         elif scope["method"] == "GET":
             await self._app(scope, receive, send)
         else:
-            response = await self._model_call(scope["path"].lstrip("/"), Request(scope, receive))
+            await self._call(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        key = extract_api_key(dict(request.headers))
+        if key is None or self._app.state.registry.get(key) is None:
+            await _error(401, "unknown API key; a rollout's key ends with its session")(scope, receive, send)
+            return
+        size, sizes = int(request.headers["content-length"]), self._inflight.setdefault(key, [])
+        if len(sizes) >= MAX_CALLS or sum(sizes) + size > MAX_REQUEST_BYTES:
+            allowed = f"{MAX_CALLS} calls and {MAX_REQUEST_BYTES} bytes"
+            await _error(429, f"this session has {len(sizes)} calls open; allowed: {allowed}")(scope, receive, send)
+            return
+        sizes.append(size)
+        try:
+            response = await self._model_call(scope["path"].lstrip("/"), request)
             await (await in_one_piece(response))(scope, receive, send)
+        finally:
+            sizes.remove(size)
+            if not sizes:
+                del self._inflight[key]
 
     def _closing(self, send: Send) -> Send:
         """Close the connections to engines when the server ends, on the loop that they belong to; OpenEnv does not."""
@@ -74,6 +101,10 @@ async def in_one_piece(response: Response) -> Response:
         return response
     parts = [part.encode() if isinstance(part, str) else bytes(part) async for part in response.body_iterator]
     return Response(b"".join(parts), response.status_code, dict(response.headers))
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=status)
 
 
 def _refusal(scope: Scope) -> PlainTextResponse | None:

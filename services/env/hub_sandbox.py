@@ -12,48 +12,43 @@ import functools
 import logging
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from harbor.environments.base import ExecResult
 from harbor.environments.hf_sandbox import HFSandboxEnvironment
 from harbor.models.environment_type import EnvironmentType
 from harbor.models.trial.config import TrialConfig
 from harbor.trial.errors import EnvironmentStartTimeoutError
-from huggingface_hub import HfApi, Sandbox
+from huggingface_hub import HfApi, JobInfo, Sandbox
 from huggingface_hub.errors import HfHubHTTPError, SandboxError
 from tenacity import Retrying, retry_if_exception, stop_after_delay
 from typing_extensions import override
 
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
+from services.env import agent_phase
 from services.env.ledger import Ledger
-from services.env.sandbox import MAX_OUTPUT_BYTES
+from services.env.sandbox import MAX_OUTPUT_BYTES, SandboxLostError
 from services.env.start_rate import StartRate
-from services.hub.client import connect, patiently, status
+from services.hub.client import connect, http, patiently, status
 from services.hub.commits import MAX_RETRY_AFTER_S, retry_after_s
 
 LABEL = "opencode-rl-run"
 """On the Job of every sandbox; the value is the run's name."""
+TRIAL_LABEL = "opencode-rl-trial"
+"""On the same Job; the value is the trial's name. It tells whose a Job is before the answer to its start has come."""
+UNAVAILABLE = (SandboxError, HfHubHTTPError, http.HTTPError)
+"""What a call to the Hub, or to a sandbox's own server, fails with."""
+SPARE_THREADS = 8
 BUSY = (429, 503)
 """Answers to a start that say that nothing was started. A 500 may hide a Job that was: it is not tried again."""
 OPEN_STAGES = ["RUNNING", "SCHEDULING"]
 
-END_AGENT = """
-for try in $(seq 50); do
-  left=
-  for process in /proc/[0-9]*; do
-    if [ "$(stat -c %u "$process" 2> /dev/null)" = {uid} ]; then left=yes; kill -9 "${{process#/proc/}}"; fi
-  done 2> /dev/null
-  [ "$left" ] || break
-done
-find /logs/verifier -mindepth 1 -delete 2> /dev/null
-[ -z "$left" ]
-"""
-"""Ends every process of the agent's user and removes rewards that were written ahead of the verifier."""
-
 logger = logging.getLogger("env.hub_sandbox")
+T = TypeVar("T")
 
 
 class HubSandbox(HFSandboxEnvironment):
@@ -61,12 +56,21 @@ class HubSandbox(HFSandboxEnvironment):
 
     rate: ClassVar[StartRate]
     """One for the process: ``configure`` sets it before the first rollout."""
-    live: ClassVar[dict[str, str]] = {}
-    """Trial -> Job of the sandboxes that rollouts of this process use now; a sweep spares them."""
+    live: ClassVar[set[str]] = set()
+    """Trials whose rollout runs in this process now, from before their Job exists; a sweep spares them."""
+    agents: ClassVar[ThreadPoolExecutor] = ThreadPoolExecutor(SPARE_THREADS)
+    """Where agents run, a thread each. asyncio's own pool has a few threads: agents would queue while their time
+    runs, and hold up what ends them."""
+    calls: ClassVar[ThreadPoolExecutor] = ThreadPoolExecutor(SPARE_THREADS)
+    """Where all else of a sandbox runs: its start, root's commands, its end."""
 
     @classmethod
     def configure(cls, cfg: Recipe) -> None:
         cls.rate = StartRate(cfg.env.hf_sandbox_starts_per_minute)
+        # Twice: what a cancelled rollout asked for ends a while after it.
+        threads = 2 * (cfg.rollout.max_inflight + cfg.evaluator.max_inflight) + SPARE_THREADS
+        cls.agents = ThreadPoolExecutor(threads, "sandbox-agent")
+        cls.calls = ThreadPoolExecutor(threads, "sandbox-call")
 
     def __init__(self, *args: Any, run_path: str, start_timeout_s: float, agent_uid: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,22 +84,34 @@ class HubSandbox(HFSandboxEnvironment):
     async def start(self, force_build: bool) -> None:
         image = self.task_env_config.docker_image
         assert image is not None, "Harbor's own check refuses a task without docker_image"
+        self.live.add(self.session_id)
         await asyncio.sleep(self.rate.turn_s())
         self._ledger.record("intent", self.session_id, backend="hf-sandbox", image=image)
-        creating = asyncio.ensure_future(asyncio.to_thread(self._create, image))
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._start(image)
+        except TimeoutError:
+            raise EnvironmentStartTimeoutError(
+                f"the sandbox did not start in rollout.build_timeout_s = {self._start_timeout_s:g} s"
+            ) from None
+        except (*UNAVAILABLE, SandboxLostError) as error:
+            raise EnvironmentStartTimeoutError(f"the sandbox did not start: {error}") from None
+
+    async def _start(self, image: str) -> None:
+        creating = _on(self.calls, self._create, image)
         try:
             self._sandbox = await asyncio.shield(creating)
         except asyncio.CancelledError:
             # The thread goes on; the Job that it starts is nobody's any more.
             creating.add_done_callback(self._end_orphan)
             raise
-        except SandboxError as error:
-            raise EnvironmentStartTimeoutError(f"the sandbox did not start: {error}") from None
-        self.live[self.session_id] = self._sandbox.id
+        except Exception:
+            await asyncio.shield(_on(self.calls, self._end_lost))
+            raise
         self._ledger.record("created", self.session_id, job=self._sandbox.id)
         try:
             if workdir := self.task_env_config.workdir:
-                await asyncio.to_thread(self._sandbox.files.mkdir, workdir)
+                await _on(self.calls, self._sandbox.files.mkdir, workdir)
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
         except BaseException:
@@ -115,21 +131,39 @@ class HubSandbox(HFSandboxEnvironment):
                     flavor=self._flavor,
                     idle_timeout=self._idle_timeout,
                     forward_hf_token=False,
-                    labels={LABEL: self._run_name},
+                    labels=self._labels,
                     start_timeout=self._start_timeout_s,
                 )
         raise AssertionError("tenacity ends with a result or an exception")
 
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {LABEL: self._run_name, TRIAL_LABEL: self.session_id}
+
     def _end_orphan(self, creating: asyncio.Future[Sandbox]) -> None:
-        if not creating.cancelled() and creating.exception() is None:
-            threading.Thread(target=self._close, args=(creating.result(),), daemon=True).start()
+        if creating.cancelled():
+            return
+        end = self._end_lost if creating.exception() else functools.partial(self._close, creating.result())
+        threading.Thread(target=end, daemon=True).start()
+
+    def _end_lost(self) -> None:
+        """End what a failed start may have left, and say so; where the Hub does not answer, the next sweep does."""
+        try:
+            for job in open_jobs(self._labels):
+                patiently(cancel)(job.id)
+        except (*UNAVAILABLE, OSError) as error:
+            logger.warning("a failed start could not be cleared up", extra={"error": str(error)})
+        else:
+            self._ledger.record("closed", self.session_id)
 
     @override
     async def stop(self, delete: bool) -> None:
         sandbox, self._sandbox = self._sandbox, None  # type: ignore[assignment]  # the base class allows None
-        if sandbox is not None:
-            await asyncio.shield(asyncio.to_thread(self._close, sandbox))
-        self.live.pop(self.session_id, None)
+        try:
+            if sandbox is not None:
+                await asyncio.shield(_on(self.calls, self._close, sandbox))
+        finally:
+            self.live.discard(self.session_id)
 
     def _close(self, sandbox: Sandbox) -> None:
         """End the Job, and say so only then; the next sweep ends what is left here."""
@@ -151,37 +185,47 @@ class HubSandbox(HFSandboxEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command, as another user where one is named, with bounded output. Harbor's own runs all as root."""
-        name = self._resolve_user(user)
+        """Run a command, as another user where one is named, with bounded output. Harbor's own runs all as root.
+
+        Raises: SandboxLostError: its machine does not answer.
+        """
+        name, pool = self._resolve_user(user), self.calls
         if name is not None and str(name) not in ("root", "0"):
-            command = as_user(str(name), command)
+            command, pool = as_user(str(name), command), self.agents
         output = bytearray()
 
         def keep(text: str) -> None:
             output.extend(text.encode(errors="replace")[: max(0, MAX_OUTPUT_BYTES - len(output))])
 
-        result = await asyncio.to_thread(
-            self._require_sandbox().run,
-            ["/bin/bash", "-c", command],
-            shell=False,
-            cwd=cwd or self.task_env_config.workdir,
-            env=self._merge_env(env) or None,
-            timeout=timeout_sec,
-            check=False,
-            capture_output=False,
-            on_stdout=keep,
-            on_stderr=keep,
-        )
+        sandbox = self._require_sandbox()
+        try:
+            result = await _on(
+                pool,
+                sandbox.run,
+                ["/bin/bash", "-c", command],
+                shell=False,
+                cwd=cwd or self.task_env_config.workdir,
+                env=self._merge_env(env) or None,
+                timeout=timeout_sec,
+                check=False,
+                capture_output=False,
+                on_stdout=keep,
+                on_stderr=keep,
+            )
+        except UNAVAILABLE as error:
+            raise SandboxLostError(f"the sandbox's Job {sandbox.id} does not answer: {error}") from None
         code = getattr(result, "exit_code", None)
         return ExecResult(
             stdout=output.decode(errors="replace") or None, stderr=None, return_code=-1 if code is None else code
         )
 
     async def end_agent_phase(self) -> None:
-        """Leave nothing of the agent running before anything is graded. Raises: RuntimeError: it cannot be ended."""
-        result = await self.exec(END_AGENT.format(uid=self._agent_uid), cwd="/", user="root", timeout_sec=60)
-        if result.return_code != 0:
-            raise RuntimeError("processes of the agent outlive its phase; nothing that they could touch is graded")
+        """Leave nothing of the agent running before anything is graded. Raises: SandboxLostError: it goes on."""
+        await agent_phase.end(self, self._agent_uid)
+
+
+def _on(pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(pool, functools.partial(call, *args, **kwargs))
 
 
 def as_user(name: str, command: str) -> str:
@@ -207,7 +251,7 @@ def bounded(build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, agent_u
             trial.environment.import_path = f"{__name__}:{HubSandbox.__name__}"
             trial.environment.kwargs = {
                 "run_path": str(run.path),
-                "start_timeout_s": cfg.rollout.setup_timeout_s,
+                "start_timeout_s": cfg.rollout.build_timeout_s,
                 "agent_uid": agent_uid,
                 "flavor": cfg.env.hf_sandbox_flavor,
                 "job_timeout": cfg.env.hf_sandbox_idle_timeout_s,  # Harbor's name for the idle timeout
@@ -232,24 +276,29 @@ def cancel(job: str) -> None:
             raise
 
 
-def sweep(run: RunDir) -> int:
-    """End the run's sandboxes that are not in use, found by label and by the ledger; return how many.
+@patiently
+def open_jobs(labels: Mapping[str, str]) -> list[JobInfo]:
+    """Jobs with all of these labels that run or will. Raises: HfHubHTTPError: the Hub does not answer."""
+    api, namespace = _api()
+    return list(api.list_jobs(namespace=namespace, labels=dict(labels), status=OPEN_STAGES, timeout=30))
 
+
+def sweep(run: RunDir, keep: Collection[str] = ()) -> int:
+    """End the run's sandboxes, found by label, and close its ledger's entries; return how many.
+
+    Args: keep: trials that are in use and stay. Read after the Hub has listed what is there: a trial is in use before
+        its Job exists, so one that starts meanwhile is spared.
     Raises: HfHubHTTPError: the Hub does not answer.
     """
-    api, namespace = _api()
-
-    def labelled_jobs() -> list[str]:
-        labels = {LABEL: run.path.name}
-        return [job.id for job in api.list_jobs(namespace=namespace, labels=labels, status=OPEN_STAGES, timeout=30)]
-
-    ledger, in_use = Ledger(run.ledger), dict(HubSandbox.live)
-    labelled = [job for job in patiently(labelled_jobs)() if job not in in_use.values()]
-    for job in labelled:
-        patiently(cancel)(job)
-    for project in ledger.open_projects():
+    ledger = Ledger(run.ledger)
+    opened, found = ledger.open_projects(), open_jobs({LABEL: run.path.name})
+    in_use = frozenset(keep)
+    left = [job for job in found if (job.labels or {}).get(TRIAL_LABEL) not in in_use]
+    for job in left:
+        patiently(cancel)(job.id)
+    for project in opened:
         if project not in in_use:
             ledger.record("closed", project, by="sweep")
-    if labelled:
-        logger.info("swept", extra={"jobs": len(labelled)})
-    return len(labelled)
+    if left:
+        logger.info("swept", extra={"jobs": len(left)})
+    return len(left)

@@ -36,6 +36,8 @@ MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 """Kept of one command's output, from its start; a command that writes gigabytes must not fill our memory."""
 MAX_LOG_FILE_BYTES = 64 * 1024 * 1024
 """A larger file that the agent left in a mounted folder is removed unread."""
+MAX_LOG_FOLDER_BYTES = 128 * 1024 * 1024
+"""Kept of one mounted folder, which stays in the run for ever; the largest files go first."""
 MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
 """Largest file that a process in the sandbox can write."""
 KILLED = 137
@@ -114,6 +116,21 @@ class Sandbox(DockerEnvironment):
             return
         self._ledger.record("closed", self._project)
 
+    @staticmethod
+    @override
+    async def _collect_buffered_output(
+        process: asyncio.subprocess.Process, *, timeout_sec: int | None, stdin_data: bytes | None = None
+    ) -> ExecResult:
+        """Harbor's own leaves `docker compose up` running when its caller is cancelled: it would make the container
+        after ``stop`` looked for it."""
+        try:
+            return await DockerEnvironment._collect_buffered_output(
+                process, timeout_sec=timeout_sec, stdin_data=stdin_data
+            )
+        except asyncio.CancelledError:
+            await DockerEnvironment._terminate_process(process)
+            raise
+
     @override
     async def exec(
         self,
@@ -189,14 +206,26 @@ class Sandbox(DockerEnvironment):
         A restart ends every process from outside, which no process in the sandbox can outrun. Then the mounted folders
         cannot change any more and are made safe to read: a link would lead the host's reader, who is root, anywhere,
         and a pipe would block it. Rewards written ahead of the verifier go too.
+
+        Raises: SandboxLostError: that could not be done; nothing that the agent could touch is graded.
         """
         if not await self._only_root_runs():
-            await self._docker("container", "restart", "--time", "1", self._container)
-        await asyncio.to_thread(clear, self.trial_paths.verifier_dir)
+            code = await self._docker("container", "restart", "--time", "1", self._container)
+            if code != 0:
+                raise SandboxLostError(
+                    f"the agent's processes could not be ended by a restart of {self._container} (exit code {code})"
+                )
+        try:
+            await asyncio.to_thread(self._make_safe)
+        except OSError as error:
+            raise SandboxLostError(f"what the agent left cannot be made safe to read: {error}") from None
+
+    def _make_safe(self) -> None:
+        clear(self.trial_paths.verifier_dir)
+        # OpenCode's database and caches, ten times the size of what is read afterwards: not for them a log goes.
+        shutil.rmtree(self.trial_paths.agent_dir / "opencode", ignore_errors=True)
         for folder in (self.trial_paths.agent_dir, self.trial_paths.artifacts_dir):
-            await asyncio.to_thread(make_plain, folder)
-        # OpenCode's database and caches, ten times the size of what is read afterwards.
-        await asyncio.to_thread(shutil.rmtree, self.trial_paths.agent_dir / "opencode", True)
+            make_plain(folder)
 
     async def _only_root_runs(self) -> bool:
         """Whether the engine sees no process of another user than root: the agent and its children are gone."""
@@ -279,14 +308,26 @@ def clear(folder: Path) -> None:
 
 
 def make_plain(folder: Path) -> None:
-    """Remove links, pipes, sockets, devices and files above ``MAX_LOG_FILE_BYTES`` below the folder."""
+    """Remove links, pipes, sockets, devices and files above ``MAX_LOG_FILE_BYTES`` below the folder.
+
+    Of what is left the largest files go, until the rest is within ``MAX_LOG_FOLDER_BYTES``.
+    """
+    kept: list[tuple[int, str]] = []
     for root, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             path = os.path.join(root, name)
             status = os.lstat(path)
-            plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
-            if not plain or (stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_FILE_BYTES):
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_LOG_FILE_BYTES:
+                kept.append((status.st_size, path))
+            else:
                 os.unlink(path)
+    room = MAX_LOG_FOLDER_BYTES
+    for size, path in sorted(kept):
+        room -= size
+        if room < 0:
+            os.unlink(path)
 
 
 # --- What every trial of the run gets -----------------------------------------------------------------------------

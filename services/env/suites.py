@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from openenv.harbor.models import HarborTaskRef
 
+from services.common.errors import RecipeError
 from services.common.recipe import Recipe
-from services.common.tasks import Task, check_disjoint, load_suite
+from services.common.tasks import (
+    COMPOSE_FILE,
+    Task,
+    TaskProblem,
+    check_disjoint,
+    compose_services,
+    listing,
+    load_suite,
+)
 
 
 class SuiteProvider:
@@ -66,8 +78,43 @@ class SuiteProvider:
 
 
 def load(cfg: Recipe, tasks_dir: Path) -> SuiteProvider:
-    """Raises: RecipeError: a suite is missing, broken or changed, or the two share a task."""
+    """Raises: RecipeError: a suite is missing, broken, changed or unsafe to run, or the two share a task."""
     train = load_suite(tasks_dir, cfg.tasks.train)
     heldout = load_suite(tasks_dir, cfg.tasks.heldout)
     check_disjoint(train, heldout)
+    check_compose_files([*train, *heldout])
     return SuiteProvider({cfg.tasks.train: train, cfg.tasks.heldout: heldout})
+
+
+def check_compose_files(tasks: Iterable[Task]) -> None:
+    """What `prepare_tasks` refuses, asked of every task that is served: some were put here by hand.
+
+    Raises: RecipeError: the tasks whose compose file could reach the host or other containers.
+    """
+    problems = []
+    for task in tasks:
+        path = task.folder / COMPOSE_FILE
+        if path.is_file() and (problem := _compose_problem(path.read_text(encoding="utf-8"))):
+            problems.append(f"{task.name}: {problem}")
+    if problems:
+        raise RecipeError(listing("these tasks are not safe to run:", problems))
+
+
+@functools.cache  # thousands of tasks share one text
+def _compose_problem(text: str) -> str | None:
+    try:
+        parsed = yaml.safe_load(text)
+        services = compose_services(parsed)
+    except yaml.YAMLError as error:
+        return f"{COMPOSE_FILE} is not valid YAML: {str(error).splitlines()[0]}"
+    except TaskProblem as problem:
+        return str(problem)
+    # `prepare_tasks` writes this network itself. The run's overlay names it, and puts main on it and on no other.
+    joined = [name for service, body in services.items() if service != "main" for name in _networks(body)]
+    if foreign := sorted({*map(str, joined), *map(str, parsed.get("networks") or {})} - {"sandbox"}):
+        return f"{COMPOSE_FILE} has network {', '.join(foreign)}; allowed: sandbox, for each service"
+    return None
+
+
+def _networks(service: dict[str, Any] | None) -> Iterable[Any]:
+    return (service or {}).get("networks") or ["default"]

@@ -6,7 +6,7 @@ Found in two ways, because either can be cut short by a kill: by the run's label
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker
@@ -22,17 +22,20 @@ logger = logging.getLogger("env.sweep")
 def sweep(run: RunDir, keep: Collection[str] = ()) -> int:
     """Remove the run's containers and networks and close its ledger entries; safe to call at any time, twice.
 
-    Args: keep: Compose projects that are in use and stay.
+    Args: keep: Compose projects that are in use and stay. Read after the engine has listed what is there: a sandbox is
+        in use before it exists, so one that starts meanwhile is spared.
     Returns: containers removed.  Raises: DockerError: the engine does not answer, or refuses a removal.
     """
     ledger = Ledger(run.ledger)
-    projects = [project for project in ledger.open_projects() if project not in keep]
-    filters = [f"{LABEL}={run.path.name}", *(f"{PROJECT_LABEL}={project}" for project in projects)]
-    kept = set(_ids("container", [f"{PROJECT_LABEL}={project}" for project in keep]))
-    containers = [found for found in _ids("container", filters) if found not in kept]
+    opened = ledger.open_projects()
+    found = _ids("container", [f"{LABEL}={run.path.name}", *map(_of_project, opened)])
+    in_use = frozenset(keep)
+    kept = set(_ids("container", map(_of_project, in_use)))
+    containers = [container for container in found if container not in kept]
     if containers:
         _remove("container", "rm", "--force", "--volumes", ids=containers)
-    if networks := _ids("network", filters[1:]):
+    projects = [project for project in opened if project not in in_use]
+    if networks := _ids("network", map(_of_project, projects)):
         _remove("network", "rm", ids=networks)
     for project in projects:
         ledger.record("closed", project, by="sweep")
@@ -41,7 +44,11 @@ def sweep(run: RunDir, keep: Collection[str] = ()) -> int:
     return len(containers)
 
 
-def _ids(kind: str, labels: list[str]) -> list[str]:
+def _of_project(project: str) -> str:
+    return f"{PROJECT_LABEL}={project}"
+
+
+def _ids(kind: str, labels: Iterable[str]) -> list[str]:
     # One label a call: the engine's filters are joined by "and".
     extra = ["--all"] if kind == "container" else []
     found: dict[str, None] = {}

@@ -24,6 +24,10 @@ def test_graded_answer_is_scored_right_or_wrong(reward: float) -> None:
     [
         ("EnvironmentStartTimeoutError", "", Cause.SANDBOX_CREATE),
         ("HealthcheckError", "", Cause.SANDBOX_CREATE),
+        ("DockerError", "`docker container inspect x` did not answer in 60 s", Cause.SANDBOX_CREATE),
+        ("SandboxLostError", "", Cause.SANDBOX_LOST),
+        ("SandboxError", "connection lost while running command", Cause.SANDBOX_LOST),
+        ("HfHubHTTPError", "503 Server Error", Cause.SANDBOX_LOST),
         ("RuntimeError", "Docker compose command failed for environment x", Cause.SANDBOX_CREATE),
         ("AgentSetupError", "", Cause.SETUP),
         ("AgentSetupTimeoutError", "", Cause.SETUP),

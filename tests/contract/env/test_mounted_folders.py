@@ -27,6 +27,15 @@ def test_links_pipes_and_huge_files_go_and_plain_files_stay(tmp_path: Path, monk
     assert (outside / "kept").read_text() == "kept"
 
 
+def test_of_many_files_the_largest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_LOG_FOLDER_BYTES", 100)
+    (tmp_path / "deep").mkdir()
+    for name, size in (("log", 10), ("deep/big", 60), ("bigger", 61), ("small", 30)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    make_plain(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["big", "log", "small"]
+
+
 def test_clear_empties_the_folder_and_follows_no_link(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -31,10 +31,18 @@ async def echo(path: str, request: Request) -> JSONResponse:
     return JSONResponse({"path": path, "key": request.headers.get("x-api-key")})
 
 
+class Everybody:
+    """In place of OpenEnv's registry: each key has a session."""
+
+    def get(self, key: str) -> str:
+        return key
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """An application in place of OpenEnv's, with every route, behind ours."""
     inner = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
+    inner.state.registry = Everybody()
     inner.state.upstreams = FreshUpstreamPool(default_client=None, default_level="text")
     listener = bind("127.0.0.1", 0)
     running = Server("public", Mounted(DataPlane(inner), KEY), listener)

@@ -28,9 +28,16 @@ case "$*" in
   "container inspect --size"*) cat size ;;
   "container inspect "*) cat inspected ;;
   "exec "*) exit "$(cat code)" ;;
+  "container top "*) cat top; [ ! -e top.next ] || mv top.next top ;;
+  "container restart "*) exit "$(cat restart)" ;;
+  "compose "*" up "*) [ ! -e slow ] || { echo $$ > slow; exec sleep 60; } ;;
   *) cat listed ;;
 esac
 """
+
+
+TOP = "PID UID\n1 0\n"
+TOP_WITH_AGENT = TOP + "7 10002\n"
 
 
 class Engine:
@@ -41,11 +48,14 @@ class Engine:
         folder.mkdir()
         (folder / "docker").write_text(FAKE)
         (folder / "docker").chmod(0o755)
-        self.says(running="true", size="0", code="0", inspected=self.networks("sandboxes"), listed="")
+        self.says(running="true", size="0", code="0", inspected=self.networks("sandboxes"), listed="", top=TOP)
 
     def says(self, **answers: str) -> None:
         for name, text in answers.items():
             (self._folder / name).write_text(text)
+
+    def read(self, name: str) -> str:
+        return (self._folder / name).read_text()
 
     @staticmethod
     def networks(*names: str) -> str:
@@ -144,6 +154,45 @@ def test_a_sandbox_that_has_written_too_much_is_ended_and_says_so(
 
 async def _await(something: object) -> None:
     await something  # type: ignore[misc]
+
+
+def test_what_the_agent_left_running_is_ended_before_anything_is_graded(engine: Engine, run: RunDir) -> None:
+    one = make(run)
+    (one.trial_paths.verifier_dir / "reward.txt").write_text("1")
+    (one.trial_paths.agent_dir / "opencode").mkdir()
+    engine.says(restart="0", **{"top": TOP_WITH_AGENT, "top.next": TOP})
+    asyncio.run(one.end_agent_phase())
+    assert "container restart --time 1 trial-main-1" in engine.calls
+    assert list(one.trial_paths.verifier_dir.iterdir()) == list(one.trial_paths.agent_dir.iterdir()) == []
+
+
+def test_an_agent_that_a_restart_does_not_end_is_a_lost_sandbox(engine: Engine, run: RunDir) -> None:
+    engine.says(restart="1", top=TOP_WITH_AGENT)
+    with pytest.raises(SandboxLostError, match=r"not be ended by a restart of trial-main-1 \(exit code 1\)"):
+        asyncio.run(make(run).end_agent_phase())
+
+
+def test_folders_that_cannot_be_made_safe_are_a_lost_sandbox(engine: Engine, run: RunDir) -> None:
+    one = make(run)
+    one.trial_paths.verifier_dir.rmdir()
+    with pytest.raises(SandboxLostError, match="cannot be made safe to read"):
+        asyncio.run(one.end_agent_phase())
+
+
+def test_a_start_that_is_cancelled_ends_its_docker_command(engine: Engine, run: RunDir) -> None:
+    engine.says(slow="")
+
+    async def scene() -> None:
+        starting = asyncio.create_task(make(run).start(force_build=False))
+        async with asyncio.timeout(30):
+            while not engine.read("slow"):
+                await asyncio.sleep(0.05)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not Path("/proc", engine.read("slow").strip()).exists()
+
+    asyncio.run(scene())
 
 
 def test_size_follows_no_link(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from harbor.models.task.task import Task
 from harbor.models.trial.config import TrialConfig
 from harbor.models.trial.paths import TrialPaths
 from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.harness.capture.sessions import SessionRegistry, extract_api_key
 from openenv.harbor import rollout as openenv_rollout
 from openenv.harbor import seams
 from openenv.harbor.environment import HarborEnvironment
@@ -147,6 +148,16 @@ def test_command_past_its_time_is_killed_and_said_as_harbor_says_it(
     real = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
     assert asyncio.run(overrun()) == -9
+
+
+def test_what_a_cancelled_start_and_a_model_call_go_through_is_there() -> None:
+    ours, theirs = Sandbox._collect_buffered_output, DockerEnvironment._collect_buffered_output
+    assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
+    assert "_collect_buffered_output" in DockerEnvironment._run_docker_compose_command.__code__.co_names
+    assert list(inspect.signature(DockerEnvironment._terminate_process).parameters) == ["process"]
+    assert list(inspect.signature(SessionRegistry.get).parameters) == ["self", "session_id"]
+    assert extract_api_key({"authorization": "Bearer a", "x-api-key": "b"}) == "a"
+    assert extract_api_key({"x-api-key": "b"}) == "b"
 
 
 def test_compose_sees_no_secret_of_ours(cfg: Recipe, run: RunDir, environment: None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from openenv.harbor.serving import HarborService
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from services.common.errors import NotReadyError
+from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
-from services.common.tasks import load_suite
+from services.common.tasks import COMPOSE_FILE, load_suite
 from services.env import app, http
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard, phase_timings
@@ -86,6 +87,69 @@ def test_call_without_a_length_or_with_a_huge_one_is_refused_unread(
     monkeypatch.setattr(http, "MAX_REQUEST_BYTES", 10)
     assert capture.post("/v1/chat/completions", content=b"x" * 11).status_code == 413
     assert capture.post("/v1/chat/completions", content=iter([b"x"])).status_code == 413
+
+
+class Call:
+    """A model call as the server sees it, byte by byte."""
+
+    def __init__(self, plane: DataPlane, key: str, size: int = 2) -> None:
+        self._plane = plane
+        headers = [(b"content-length", str(size).encode()), (b"authorization", f"Bearer {key}".encode())]
+        path = "/v1/chat/completions"
+        self._scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        self.go = asyncio.Event()
+        self.was_read = False
+        self.status = 0
+
+    async def _receive(self) -> dict[str, Any]:
+        self.was_read = True
+        await self.go.wait()
+        return {"type": "http.request", "body": b"[]", "more_body": False}
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def answer(self) -> int:
+        await self._plane(self._scope, self._receive, self._send)
+        return self.status
+
+
+@pytest.mark.parametrize("key", ["", "s000000000000000000000000"])
+def test_a_body_is_not_read_for_a_key_that_is_unknown(service: HarborService, key: str) -> None:
+    async def scene() -> None:
+        call = Call(DataPlane(service.capture.app), key, http.MAX_REQUEST_BYTES)
+        call.go.set()
+        assert await call.answer() == 401
+        assert not call.was_read
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("open_calls", "size"), [(http.MAX_CALLS, 2), (1, http.MAX_REQUEST_BYTES)])
+def test_what_one_session_has_in_flight_is_bounded_and_others_do_not_notice(
+    service: HarborService, open_calls: int, size: int
+) -> None:
+    plane, create = DataPlane(service.capture.app), service.capture.registry.create
+    greedy, other = create().session_id, create().session_id
+
+    async def scene() -> None:
+        calls = [Call(plane, greedy, size) for _ in range(open_calls)]
+        running = [asyncio.create_task(call.answer()) for call in calls]
+        await asyncio.sleep(0)
+        assert all(call.was_read for call in calls)
+        over, beside = Call(plane, greedy), Call(plane, other)
+        over.go.set()
+        beside.go.set()
+        assert await over.answer() == 429 and not over.was_read
+        assert await beside.answer() == 400  # OpenEnv's own answer to a body that is a list
+        for call in calls:
+            call.go.set()
+        assert await asyncio.gather(*running) == [400] * open_calls
+        again = Call(plane, greedy)
+        again.go.set()
+        assert await again.answer() == 400
+
+    asyncio.run(scene())
 
 
 def test_an_openenv_without_its_handler_of_model_calls_is_refused_at_start() -> None:
@@ -251,6 +315,46 @@ def test_error_of_a_session_is_not_swallowed() -> None:
 
     with pytest.raises(KeyError, match="bug"):
         asyncio.run(call(session, Socket()))
+
+
+# --- What env does besides --------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_that_cannot_be_written_does_not_end_env(caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk:
+        def set(self, *_args: Any, **_detail: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    with caplog.at_level("WARNING"):
+        app.beat(FullDisk(), Scoreboard())  # type: ignore[arg-type]
+    assert "heartbeat could not be written" in caplog.text
+
+
+def test_the_last_sweep_spares_nothing_and_one_on_the_way_what_is_in_use(
+    cfg: Recipe, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[str]] = []
+    monkeypatch.setattr(app, "sweep", lambda _run, keep: kept.append(set(keep)) or 0)
+    monkeypatch.setattr(app.sandbox.Sandbox, "live", {"used"})
+    app.sweep_backend(cfg, run)
+    app.sweep_backend(cfg, run, keep_live=False)
+    assert kept == [{"used"}, set()]
+
+
+def test_a_task_that_could_reach_the_host_is_not_served(cfg: Recipe, tmp_path: Path) -> None:
+    for suite in (cfg.tasks.train, cfg.tasks.heldout):
+        shutil.copytree(TASKS / suite, tmp_path / suite)
+    compose = tmp_path / cfg.tasks.train / "first-c" / COMPOSE_FILE
+    load(cfg, tmp_path)
+    for text, said in (
+        ("services: {main: {volumes: ['/:/host']}}", "first-c: .* sets volumes for main"),
+        ("services: {main: {}, other: {image: x}}", "first-c: .* has network default; allowed: sandbox"),
+        ("services: {main: {}}\nnetworks: {train: {external: true}}", "first-c: .* has network train"),
+        ("services: {main: {cpus: !reset null}}", "first-c: .* is not valid YAML"),
+    ):
+        compose.write_text(text)
+        with pytest.raises(RecipeError, match=said):
+            load(cfg, tmp_path)
 
 
 # --- Start --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.run_dir import RunDir
+from services.env import sweep as sweeping
 from services.env.docker import DockerError, docker
 from services.env.ledger import Ledger
 from services.env.sweep import LABEL, PROJECT_LABEL, sweep
@@ -63,6 +64,22 @@ def test_sandboxes_in_use_stay_with_their_ledger_entries(engine: Engine, run: Ru
     assert sweep(run, keep={"used"}) == 2
     assert engine.left() == {"used"}
     assert Ledger(run.ledger).open_projects() == ["used"]
+
+
+def test_a_sandbox_that_starts_during_a_sweep_stays(
+    engine: Engine, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live: set[str] = set()
+
+    def starts_meanwhile(*arguments: str) -> str:
+        if not live:
+            live.add("new")
+            engine.holds({"a": {LABEL: "mine", PROJECT_LABEL: "new"}, "b": {LABEL: "mine", PROJECT_LABEL: "old"}})
+        return docker(*arguments)
+
+    monkeypatch.setattr(sweeping, "docker", starts_meanwhile)
+    assert sweep(run, keep=live) == 1
+    assert engine.left() == {"a"}
 
 
 def test_networks_of_open_sandboxes_go_and_the_shared_one_stays(engine: Engine, run: RunDir) -> None:
