@@ -309,7 +309,8 @@ def outcomes(stack: Stack) -> dict[str, dict[str, Any]]:
         "wrong": stack.policy("wrong", "echo nobody > answer.txt"),
         "probe": stack.policy("probe", f"python3 - <<'END'\n{probe}\nEND"),
         "forge": stack.policy("forge", FORGE.replace("RUN", str(stack.run.path))),
-        "slow": stack.policy("slow", f"{right}; echo left; sleep 600"),
+        # OpenCode ends a command after two minutes, so there are two.
+        "slow": stack.policy("slow", f"{right}; echo left; sleep 600", "sleep 600"),
         "away": "http://nobody:8000",
         "no_ids": stack.policy("no-ids", right, FAULT="no_ids"),
         "usage": stack.policy("usage", right, FAULT="usage"),
