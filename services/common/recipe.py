@@ -241,6 +241,9 @@ class Trainer(Section):
     """Of the first step."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """``linear``: it falls to zero over ``max_steps``."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's momentum. It moves the weights on in steps whose rewards are all the same, which say nothing; a short run
+    with a high learning rate drifts by it."""
     groups_per_step: Positive = 1
     """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
     samples_per_row: Positive = 1
