@@ -242,8 +242,10 @@ class Trainer(Section):
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
     """``linear``: it falls to zero over ``max_steps``."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's momentum. It moves the weights on in steps whose rewards are all the same, which say nothing; a short run
-    with a high learning rate drifts by it."""
+    """Adam's momentum."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon. One as large as a usual gradient (root mean square) lets the step follow the gradient's size: a
+    step in which one rollout in sixteen says something then moves the weights little, and not as far as any other."""
     groups_per_step: Positive = 1
     """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
     samples_per_row: Positive = 1

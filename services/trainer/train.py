@@ -167,6 +167,7 @@ def build(
         learning_rate=cfg.trainer.learning_rate,
         lr_scheduler_type=cfg.trainer.lr_scheduler_type,
         adam_beta1=cfg.trainer.adam_beta1,
+        adam_epsilon=cfg.trainer.adam_epsilon,
         # One row a micro-batch, samples_per_row samples in it; a step is groups_per_step groups.
         token_budget=0,
         per_device_train_batch_size=cfg.trainer.samples_per_row,
