@@ -82,9 +82,8 @@ def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -
         this = run_view.find_run()
         check_watch(run_recipe.of(this), watch)
         take_up(this)
-        cfg = recipe.from_environment()
-    else:
-        cfg = recipe.from_environment()
+    cfg = recipe.from_environment()
+    if not resume:
         check_watch(cfg, watch)
     name = os.environ.get("RUN_NAME") or f"{cfg.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tasks_dir = folder("TASKS_DIR", "data/tasks")

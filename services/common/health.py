@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import sys
 import threading
@@ -24,6 +24,7 @@ PHASES = (
 )  # fmt: skip
 
 
+logger = logging.getLogger("health")
 MAX_ERROR = 500
 """Characters kept of the error that ended a service."""
 
@@ -72,7 +73,10 @@ class Pulse:
             self.set("done")
 
     def set(self, phase: str | None = None, step: int | None = None, **detail: Any) -> None:
-        """Record progress. Raises: ValueError: a phase that is not in PHASES."""
+        """Record progress. A disk that is full for a moment must not end the beat, and so a healthy run.
+
+        Raises: ValueError: a phase that is not in PHASES.
+        """
         if phase is not None and phase not in PHASES:
             raise ValueError(f"phase {phase!r} is unknown; allowed: {', '.join(PHASES)}")
         with self._lock:
@@ -83,7 +87,10 @@ class Pulse:
                 old.service, new_phase, new_step, now, now if moved else old.phase_since_s, old.pid,
                 {**old.detail, **detail},
             )  # fmt: skip
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            logger.warning("the heartbeat could not be written", extra={"error": str(error)})
 
     def _write(self) -> None:
         with self._lock:
@@ -91,9 +98,7 @@ class Pulse:
 
     def _renew(self) -> None:
         while not self._stop.wait(self._interval_s):
-            # A disk that is full for a moment must not end the beat, and so a healthy run.
-            with contextlib.suppress(OSError):
-                self.set()
+            self.set()
 
 
 def read_heartbeats(run: run_dir.RunDir) -> dict[str, Heartbeat]:

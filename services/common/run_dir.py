@@ -70,6 +70,12 @@ def read_request(path: Path) -> dict[str, Any] | None:
     return {"reason": "asked for by hand", **value} if isinstance(value, dict) else None
 
 
+def read_final_request(path: Path) -> dict[str, Any] | None:
+    """A stop request after which the run does not start again."""
+    asked = read_request(path)
+    return None if asked is None or asked.get("resume") else asked
+
+
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line with a single write, so that writers in several processes never mix."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def serve(cfg: Recipe, run: RunDir) -> int:
             while not stop.wait(BEAT_S):
                 for server in servers:
                     server.check()
-                beat(pulse, board)
+                pulse.set("serving", **board.snapshot())
         finally:
             for server in servers:
                 server.ask_to_stop()
@@ -153,14 +153,6 @@ def serve(cfg: Recipe, run: RunDir) -> int:
             # Of a server that did not end in time the rollouts count as live; they end with this process.
             sweep_backend(cfg, run, keep_live=False)
     return 0
-
-
-def beat(pulse: health.Pulse, board: Scoreboard) -> None:
-    """Say what is served. A disk that is full for a moment must not end env, and with it all rollouts."""
-    try:
-        pulse.set("serving", **board.snapshot())
-    except OSError as error:
-        logger.warning("the heartbeat could not be written", extra={"error": str(error)})
 
 
 def sweep_backend(cfg: Recipe, run: RunDir, *, keep_live: bool = True) -> int:

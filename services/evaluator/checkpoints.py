@@ -6,7 +6,6 @@ to be the best, so the adapter of the best one is kept under ``eval/best`` as we
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,25 +89,28 @@ def keep_best(run: RunDir, summary: Mapping[str, Any]) -> None:
         return
     # What was loaded, or else the checkpoint.
     loaded = run.eval / SNAPSHOTS / f"{point['label']}-{point['adapter_sha256'][:12]}"
-    for source in (loaded, *(found.path for found in known(run) if found.step == point["step"])):
-        # Rotation, or another evaluator that cleans up, may remove it at any time.
-        with contextlib.suppress(FileNotFoundError):
-            if recipes.file_sha256(source / WEIGHTS) == point["adapter_sha256"]:
-                _keep(source, kept, point["adapter_sha256"])
-                break
-    else:
+    sources = (loaded, *(found.path for found in known(run) if found.step == point["step"]))
+    if not any(_keep(source, kept, point["adapter_sha256"]) for source in sources):
         return
     for older in folder.iterdir():
         if older != kept:
             shutil.rmtree(older)
 
 
-def _keep(source: Path, kept: Path, sha256: str) -> None:
-    (kept / run_dir.READY).unlink(missing_ok=True)
-    kept.mkdir(parents=True, exist_ok=True)
-    for file in (WEIGHTS, CONFIG):
-        shutil.copyfile(source / file, kept / file)
+def _keep(source: Path, kept: Path, sha256: str) -> bool:
+    """Copy an adapter. Returns: whether it had these weights, and was not removed meanwhile: by rotation, or by another
+    evaluator that cleans up."""
+    try:
+        if recipes.file_sha256(source / WEIGHTS) != sha256:
+            return False
+        (kept / run_dir.READY).unlink(missing_ok=True)
+        kept.mkdir(parents=True, exist_ok=True)
+        for file in (WEIGHTS, CONFIG):
+            shutil.copyfile(source / file, kept / file)
+    except FileNotFoundError:
+        return False
     run_dir.write_text(kept / run_dir.READY, sha256 + "\n")
+    return True
 
 
 def _marker(folder: Path) -> str | None:

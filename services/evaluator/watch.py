@@ -94,15 +94,10 @@ def alarm_on_collapse(cfg: Recipe, run: RunDir, summary: dict[str, Any], step: i
             f"(p = {alarm['p_value']:.4f}; evaluator.collapse_drop is {cfg.evaluator.collapse_drop})"
         )
         logger.error("collapse", extra={"reason": reason, "stops": cfg.evaluator.collapse_stops})
-        if cfg.evaluator.collapse_stops and not _asked_to_end(run):
+        # A request to start again is no reason to keep silent: the run goes on after it.
+        if cfg.evaluator.collapse_stops and run_dir.read_final_request(run.stop_request) is None:
             run_dir.write_json(run.stop_request, {"reason": reason, "at": run_dir.utc_now(), "by": "evaluator"})
         run_dir.append_line(run.eval / ALARMS, {**alarm, "reason": reason, "at": run_dir.utc_now()})
-
-
-def _asked_to_end(run: RunDir) -> bool:
-    """A request to start again does not count: the run goes on after it."""
-    asked = run_dir.read_request(run.stop_request)
-    return asked is not None and not asked.get("resume")
 
 
 def _is_raised(run: RunDir, alarm: dict[str, Any]) -> bool:

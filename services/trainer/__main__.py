@@ -116,8 +116,7 @@ class Supervisor:
         """Wait before the next attempt. Returns: why there is none after all."""
         seconds = supervise.backoff_s(self._attempts.resumes(), self._limits)
         # Written after the one that was obeyed: by a person who wants the end, not another attempt.
-        asked = run_dir.read_request(self._run.stop_request)
-        if asked is not None and not asked.get("resume"):
+        if (asked := run_dir.read_final_request(self._run.stop_request)) is not None:
             return supervise.judge(0, asked, began=True)
         logger.warning("training starts again", extra={"reason": verdict.reason, "in_s": seconds})
         self._run.stop_request.unlink(missing_ok=True)

@@ -90,16 +90,16 @@ class GroupBook:
     def get(self, timeout: float | None = None) -> RolloutSample:
         """The oldest sample. Raises: queue.Empty: none came in time."""
         if not self._held:
-            self._receive(self._queue.get(timeout=timeout))
+            self.receive(timeout)
         if not self._held:
-            raise queue.Empty  # what came was the end of a group without samples; TRL asks again
+            raise queue.Empty  # nothing, or the end of a group without samples; TRL asks again
         sample = self._held.popleft()
         self._serial += 1
         self._out.append((self._serial, sample))
         metrics = {key: value for key, value in sample.metrics.items() if key not in (INDEX, SIZE)}
         return replace(sample, metrics={**metrics, SERIAL: self._serial})
 
-    def receive(self, timeout: float) -> bool:
+    def receive(self, timeout: float | None) -> bool:
         """Take one sample from the worker's queue and hold it. Returns: whether there was one in time."""
         try:
             self._receive(self._queue.get(timeout=timeout))
@@ -183,14 +183,11 @@ class GroupBook:
         waiting = int(self._queue.qsize())
         while waiting > 0 or (self._received and alive()):
             waiting -= 1
-            try:
-                self._receive(self._queue.get(timeout=0.2))
-            except queue.Empty:
-                if self._received and time.monotonic() > until:
-                    raise RuntimeError(
-                        f"the rest of group {min(self._received)} did not come in {WHOLE_GROUP_S:g} s; no checkpoint "
-                        "can say which tasks are done"
-                    ) from None
+            if not self.receive(timeout=0.2) and self._received and time.monotonic() > until:
+                raise RuntimeError(
+                    f"the rest of group {min(self._received)} did not come in {WHOLE_GROUP_S:g} s; no checkpoint "
+                    "can say which tasks are done"
+                )
 
 
 def _key(sample: RolloutSample) -> Key:

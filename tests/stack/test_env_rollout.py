@@ -198,8 +198,7 @@ class Stack:
     def healthy(self) -> bool:
         assert docker("inspect", "--format", "{{.State.Running}}", f"{self.name}-env") == "true\n", self.logs()
         probe = ["python", "-m", "services.common.health", "http", "http://env-control:8100/health"]
-        done = subprocess.run(["docker", "exec", f"{self.name}-env", *probe], capture_output=True, check=False)
-        return done.returncode == 0
+        return docker_code("exec", f"{self.name}-env", *probe) == 0
 
     def policy(self, name: str, *commands: str, **environment: str) -> str:
         """Start a fake policy that calls bash with these commands, one a turn; return its URL."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.common import run_dir
-from tests.stack.test_env_rollout import IMAGE, START_LIMIT_S, TASK, Stack, docker, wait_for
+from tests.stack.test_env_rollout import GONE_LIMIT_S, IMAGE, START_LIMIT_S, TASK, Stack, docker, wait_for
 
 PROXY_PORT = 8080
 
@@ -70,6 +70,6 @@ def test_a_rollout_is_captured_and_rewarded_although_authorization_never_arrives
 
 
 def test_the_rollout_is_in_the_ledger_and_its_sandbox_is_gone(stack: JobStack) -> None:
-    wait_for(lambda: not stack.sandboxes(), 120)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
     events = [line["event"] for line in run_dir.read_lines(stack.run.ledger)]
     assert events == ["intent", "created", "closed"]

@@ -106,6 +106,19 @@ def test_a_heartbeat_that_could_not_be_written_once_is_renewed_later(
         _until(lambda: read_heartbeats(run)["trainer"].time_s > first.time_s)
 
 
+def test_a_heartbeat_that_cannot_be_written_does_not_end_its_service(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_path: Path, _value: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Pulse("env", run) as pulse, monkeypatch.context() as on_a_full_disk:
+        on_a_full_disk.setattr(health.run_dir, "write_json", full)
+        pulse.set("serving", rollouts=1)
+    assert "heartbeat could not be written" in caplog.text
+    assert read_heartbeats(run)["env"].detail == {"rollouts": 1}
+
+
 def test_files_being_written_are_no_heartbeats(run: RunDir) -> None:
     assert read_heartbeats(run) == {}
     with Pulse("env", run):

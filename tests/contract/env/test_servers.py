@@ -320,16 +320,6 @@ def test_error_of_a_session_is_not_swallowed() -> None:
 # --- What env does besides --------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_that_cannot_be_written_does_not_end_env(caplog: pytest.LogCaptureFixture) -> None:
-    class FullDisk:
-        def set(self, *_args: Any, **_detail: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-    with caplog.at_level("WARNING"):
-        app.beat(FullDisk(), Scoreboard())  # type: ignore[arg-type]
-    assert "heartbeat could not be written" in caplog.text
-
-
 def test_the_last_sweep_spares_nothing_and_one_on_the_way_what_is_in_use(
     cfg: Recipe, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
