@@ -18,7 +18,7 @@ import typer
 from scripts import run_recipe, run_view
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, check_variant, console, folder, refuse_beside
+from scripts.stack import Stack, alone, check_variant, console, folder, refuse_beside
 from services.common import run_dir, signals
 from services.common import tasks as suites
 from services.common.errors import MachineError, run_main
@@ -45,6 +45,7 @@ def main(
     run_main(lambda: _evaluate(checkpoint, n, tasks, greedy, run_view.find_run(run), variant, keep))
 
 
+@alone()
 def _evaluate(name: str, n: int | None, tasks: str, greedy: bool, run: RunDir, variant: str, keep: bool) -> int:
     check_variant(variant)
     with tempfile.TemporaryDirectory() as scratch, signals.stop_event() as stop:

@@ -21,7 +21,7 @@ import typer
 from scripts import progress, run_recipe, run_view, summary
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, check_variant, console, folder, git_revision, refuse_beside
+from scripts.stack import Stack, alone, check_variant, console, folder, git_revision, refuse_beside
 from services.common import recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
@@ -74,6 +74,7 @@ def run(
     run_main(lambda: _run(variant, evaluate, watch, keep, resume))
 
 
+@alone()
 def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -> int:
     check_variant(variant)
     runs_dir = folder("RUNS_DIR", "runs")

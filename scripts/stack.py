@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -60,6 +63,31 @@ def refuse_beside(running: Collection[str]) -> None:
             f"{', '.join(running)} of this project run already; a run that trains is watched with "
             "`docker compose up --detach evaluator`, else wait (`make status` shows it), or end them with `make down`"
         )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Around a command that starts and stops services: the only one of this machine, from before its first service.
+
+    A lock on a folder: it ends with the process, however that ends, and every user of the machine can take it.
+    Raises: MachineError: another command has it.
+    """
+    project = os.environ.get("COMPOSE_PROJECT_NAME") or "opencode-rl"
+    place = Path(tempfile.gettempdir()) / f"{project}.lock"
+    place.mkdir(exist_ok=True)
+    held = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise MachineError(
+            "another command of this project starts or runs its services; wait for its end (`make status` shows its "
+            "run), or end it with Ctrl-C where it was started"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class Stack:

@@ -21,7 +21,7 @@ from services.common import run_dir
 from services.common.errors import RecipeError
 from services.common.run_dir import CONFIG, READY, WEIGHTS, Checkpoint
 from services.hub.client import UNAVAILABLE, DamagedError, connect, first_line, messages, patiently
-from services.hub.files import RemoteFile, list_files
+from services.hub.files import RemoteFile, download, list_files
 
 PREFIX = "hub:"
 DOWNLOADS = "hub"
@@ -116,15 +116,9 @@ class AdapterRepo:
         if (target / READY).exists():
             return
         aside = target.with_name(f".{target.name}.part")
-        self._api.snapshot_download(
-            self.repo, revision=commit, local_dir=aside, allow_patterns=[adapter.weights.path, adapter.config.path]
-        )
         target.mkdir(parents=True, exist_ok=True)
         for listed, name in ((adapter.weights, WEIGHTS), (adapter.config, CONFIG)):
-            if not listed.is_at(aside / listed.path):
-                shutil.rmtree(aside)
-                raise DamagedError(f"{listed.path} of {self.repo} arrived with other bytes than {self.where} lists")
-            os.replace(aside / listed.path, target / name)
+            os.replace(download(self._api, self.repo, commit, listed, aside), target / name)
         shutil.rmtree(aside)
         run_dir.write_text(target / READY, f"{commit}\n")
 
@@ -164,7 +158,7 @@ def fetch(reference: Reference, into: Path) -> Checkpoint:
     repo = AdapterRepo(reference.repo)
     exact, adapter = _locate(repo, reference)
     with messages(repo.repo, repo.where):
-        patiently(repo.fetch)(exact.revision, adapter, into / exact.label)
+        repo.fetch(exact.revision, adapter, into / exact.label)
     return Checkpoint(exact.step or 0, into / exact.label)
 
 

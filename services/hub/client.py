@@ -71,7 +71,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same call may succeed a moment later."""
     if isinstance(error, HfHubHTTPError):
         return status(error) in PASSING
-    return isinstance(error, (DamagedError, http.TransportError))
+    return isinstance(error, http.TransportError)
 
 
 patiently = retry(
@@ -88,7 +88,8 @@ def messages(repo: str, where: str, kind: str = "model", again: str = "try again
     """Turn what the client raises into one message each, with what to do.
 
     Args: kind: model or dataset. again: what to do when the Hub does not answer.
-    Raises: RecipeError: it is not there, or access is refused. NotReadyError: the Hub does not answer. MachineError.
+    Raises: RecipeError: it is not there, or access is refused. NotReadyError: the Hub does not answer, or files arrive
+    damaged. MachineError.
     """
     try:
         yield
@@ -100,7 +101,9 @@ def messages(repo: str, where: str, kind: str = "model", again: str = "try again
         raise RecipeError(
             f"{kind} {repo} is not on {where}, or this token may not read it; check the name and HF_TOKEN"
         ) from None
-    except (*UNAVAILABLE, DamagedError) as error:
+    except DamagedError as error:
+        raise NotReadyError(f"{error}; something between here and the Hub changes files; {again}") from None
+    except UNAVAILABLE as error:
         if status(error) in (401, 403):
             raise RecipeError(f"{where} refuses access to {repo} ({status(error)}); check HF_TOKEN") from None
         raise NotReadyError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -14,8 +15,8 @@ from huggingface_hub import HfApi
 from services.common.errors import RecipeError
 from services.common.run_dir import write_text
 from services.common.tasks import HubSource, listing
-from services.hub.client import ATTEMPTS, messages, patiently
-from services.hub.files import RemoteFile, list_files
+from services.hub.client import messages, patiently
+from services.hub.files import RemoteFile, download, list_files
 
 AGAIN = "what was downloaded is kept: run the same command again to go on"
 FULL_COMMIT = 40
@@ -79,7 +80,8 @@ class RemoteTasks:
         """Fetch ``files`` into the cache; ``advance`` is called once a file. Interrupted, it can be run again."""
         pool = ThreadPoolExecutor(workers)
         try:
-            futures = [pool.submit(self._download_one, file) for file in files]
+            one = functools.partial(download, self.api, self.source.repo, self.source.revision)
+            futures = [pool.submit(one, file, self.root, "dataset") for file in files]
             for future in futures:
                 future.add_done_callback(lambda _: advance())
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -88,23 +90,6 @@ class RemoteTasks:
                     future.result()
         finally:  # after the first failure, or Ctrl-C, what has not begun must not begin
             pool.shutdown(cancel_futures=True)
-
-    def _download_one(self, file: RemoteFile) -> None:
-        for _ in range(ATTEMPTS):
-            patiently(self.api.hf_hub_download)(
-                self.source.repo,
-                file.path,
-                repo_type="dataset",
-                revision=self.source.revision,
-                local_dir=self.root,
-            )
-            if self._is_cached(file):
-                return
-            (self.root / file.path).unlink()  # or it would count as present
-        raise RecipeError(
-            f"{file.path} of {self.source.repo} arrived {ATTEMPTS} times with other bytes than {self.api.endpoint} "
-            "lists for it; something between here and the Hub changes files"
-        )
 
 
 def _by_task(files: Iterable[RemoteFile], folder: str) -> dict[str, list[RemoteFile]]:

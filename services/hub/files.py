@@ -1,4 +1,4 @@
-"""Files as the Hub lists them, and whether what lies here is one of them."""
+"""Files as the Hub lists them, whether what lies here is one of them, and how one comes here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import HfApi, RepoFile
+
+from services.hub.client import ATTEMPTS, DamagedError, patiently
 
 Kind = Literal["model", "dataset"]
 
@@ -55,3 +57,19 @@ def list_files(
         for entry in listed
         if isinstance(entry, RepoFile)
     ]
+
+
+def download(api: HfApi, repo: str, revision: str, file: RemoteFile, folder: Path, kind: Kind = "model") -> Path:
+    """Bring one file to its path below ``folder``, with the listed bytes or not at all.
+
+    Its patience is its own: other bytes and a Hub that does not answer are each tried ATTEMPTS times.
+
+    Raises: DamagedError: other bytes each time. What huggingface_hub raises.
+    """
+    target = folder / file.path
+    for _ in range(ATTEMPTS):
+        patiently(api.hf_hub_download)(repo, file.path, repo_type=kind, revision=revision, local_dir=folder)
+        if file.is_at(target):
+            return target
+        target.unlink(missing_ok=True)  # or it would count as present
+    raise DamagedError(f"{file.path} of {repo} arrived {ATTEMPTS} times with other bytes than {api.endpoint} lists")

@@ -17,8 +17,8 @@ from huggingface_hub import HfApi
 
 from services.common.errors import RecipeError
 from services.common.run_dir import READY, Checkpoint, RunDir
-from services.hub.client import DamagedError, connect, messages, patiently
-from services.hub.files import RemoteFile, list_files
+from services.hub.client import connect, messages, patiently
+from services.hub.files import RemoteFile, download, list_files
 from services.hub.pushes import PROGRESS
 
 _MARKER = re.compile(rf"^checkpoint-(\d+)/{READY}$")
@@ -56,7 +56,7 @@ def newest(api: HfApi, repo: str, run: RunDir) -> Checkpoint | None:
         aside = run.checkpoints / f".{name}.part"
         wanted = [file for file in files if file.path.startswith(f"{name}/")]
         for file in wanted:
-            patiently(_bring)(api, repo, head, file, aside)
+            download(api, repo, head, file, aside)
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(wanted, key=lambda file: file.path.endswith(f"/{READY}")):
             moved = target / file.path.removeprefix(f"{name}/")
@@ -72,13 +72,4 @@ def _bring_records(api: HfApi, repo: str, revision: str, files: list[RemoteFile]
     with tempfile.TemporaryDirectory(dir=run.path, prefix=".records.") as aside:
         for file in files:
             if file.path in PROGRESS and not (run.path / file.path).exists():
-                patiently(_bring)(api, repo, revision, file, Path(aside))
-                os.replace(Path(aside) / file.path, run.path / file.path)
-
-
-def _bring(api: HfApi, repo: str, revision: str, file: RemoteFile, folder: Path) -> None:
-    """Raises: DamagedError: what arrived is not what is listed."""
-    api.hf_hub_download(repo, file.path, revision=revision, local_dir=folder)
-    if not file.is_at(folder / file.path):
-        (folder / file.path).unlink(missing_ok=True)
-        raise DamagedError(f"{file.path} of {repo} arrived with other bytes than {api.endpoint} lists")
+                os.replace(download(api, repo, revision, file, Path(aside)), run.path / file.path)

@@ -208,7 +208,7 @@ def test_a_file_that_arrived_broken_is_fetched_anew_although_the_hub_fails_in_be
     ("fault", "code", "message"),
     [
         (Fault("GET", "/resolve/.*/t0003/", status=403, times=99), 2, "refuses access"),
-        (Fault("GET", "/resolve/.*/t0003/", corrupt=True, times=99), 2, f"arrived {ATTEMPTS} times with other bytes"),
+        (Fault("GET", "/resolve/.*/t0003/", corrupt=True, times=99), 3, f"arrived {ATTEMPTS} times with other bytes"),
         (Fault("GET", "/resolve/.*/t0003/task.toml", status=503, times=99), 3, "does not answer"),
     ],
     ids=["refused", "corrupt", "down"],

@@ -44,7 +44,7 @@ def test_a_download_that_is_cut_leaves_nothing_that_looks_complete_and_goes_on(
     pushed: dict[str, bytes], server: LocalHub, run: RunDir
 ) -> None:
     server.fail(Fault("GET", f"/resolve/.*/checkpoint-10/{WEIGHTS}", corrupt=True, times=9))
-    with pytest.raises(NotReadyError, match="arrived with other bytes"):
+    with pytest.raises(NotReadyError, match="arrived 3 times with other bytes"):
         restore.newest(connect(), REPO, run)
     assert run.complete_checkpoints() == [] and not list(run.checkpoints.glob(f"checkpoint-*/{READY}"))
     server.heal()
@@ -100,6 +100,6 @@ def test_records_are_here_before_the_checkpoint_looks_complete(
     """A run that has a checkpoint is not asked for again."""
     server.commit(REPO, {"costs.json": b"{}"})
     server.fail(Fault("GET", "/resolve/.*/costs.json", corrupt=True, times=9))
-    with pytest.raises(NotReadyError, match=r"costs\.json of local/adapter arrived with other bytes"):
+    with pytest.raises(NotReadyError, match=r"costs\.json of local/adapter arrived 3 times with other bytes"):
         restore.newest(connect(), REPO, run)
     assert run.complete_checkpoints() == [] and not (run.path / "costs.json").exists()

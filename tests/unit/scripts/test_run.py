@@ -1,6 +1,7 @@
 """The order in which a run brings its services up and down, with a FAKE stack."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ class FakeStack:
 
     def show_logs(self) -> None:
         self.calls.append(("logs",))
+
+
+@pytest.fixture(autouse=True)
+def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of this machine is none of these tests' concern."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from scripts.stack import Interrupted, Stack, check_variant
-from services.common.errors import RecipeError
+from scripts.stack import ROOT, Interrupted, Stack, alone, check_variant
+from services.common.errors import MachineError, RecipeError
 from services.common.signals import StopFlag
 
 FAKE = """#!/bin/sh
@@ -111,3 +114,42 @@ def test_taking_down_is_done_whatever_was_asked_and_sandboxes_go_before_their_ne
     assert stopped == "compose --profile * stop"
     assert swept.startswith("container ls --all --filter label=opencode-rl.run ")
     assert removed == "compose --profile * down --remove-orphans"
+
+
+# --- One command at a time ----------------------------------------------------------------------------------------
+
+HOLDER = """
+from scripts.stack import alone
+with alone():
+    print("held", flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "ended"])
+def test_a_second_command_is_refused_until_the_first_is_gone_however_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with first:
+        assert first.stdout is not None and first.stdin is not None
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(MachineError, match=r"another command of this project .*`make status`"), alone():
+            raise AssertionError("two commands at once")
+        monkeypatch.setenv("COMPOSE_PROJECT_NAME", "other")
+        with alone():
+            pass  # its services are others
+        monkeypatch.delenv("COMPOSE_PROJECT_NAME")
+        if end == "killed":
+            first.send_signal(signal.SIGKILL)
+        else:
+            first.stdin.write(b"\n")
+            first.stdin.close()
+        first.wait(10)
+    for _ in range(2):
+        with alone():
+            pass
