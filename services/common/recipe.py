@@ -122,7 +122,7 @@ class Rollout(Section):
     agent_timeout_s: Seconds = 900.0
     """The agent's own time; what it leaves when it is up is graded."""
     build_timeout_s: Seconds = 300.0
-    """From the request for a sandbox until it runs; a task's ``build_timeout_sec`` (default 600) holds where it is less."""
+    """From the request for a sandbox until it runs; a task's own ``build_timeout_sec`` holds where it is less."""
     setup_timeout_s: Seconds = 360.0
     """Until the agent is ready in it."""
     verifier_timeout_s: Seconds = 180.0
