@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("cpu", "cuda")
 LOG_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
+BESIDE = "a run that trains is watched with `docker compose up --detach evaluator`, else wait (`make status` shows it)"
+"""What to do while a run is alive."""
 console = Console(stderr=True)
 
 
@@ -59,10 +61,7 @@ def compose_files(variant: str) -> list[str]:
 def refuse_beside(running: Collection[str]) -> None:
     """Raises: MachineError: these services run, for a run or an evaluation that would be taken down."""
     if running:
-        raise MachineError(
-            f"{', '.join(running)} of this project run already; a run that trains is watched with "
-            "`docker compose up --detach evaluator`, else wait (`make status` shows it), or end them with `make down`"
-        )
+        raise MachineError(f"{', '.join(running)} of this project run already; {BESIDE}, or end them with `make down`")
 
 
 @contextmanager
@@ -81,8 +80,8 @@ def alone() -> Iterator[None]:
     except BlockingIOError:
         os.close(held)
         raise MachineError(
-            "another command of this project starts or runs its services; wait for its end (`make status` shows its "
-            "run), or end it with Ctrl-C where it was started"
+            f"another command of this project starts or runs its services; {BESIDE}, or end it with Ctrl-C where "
+            "it was started"
         ) from None
     try:
         yield
