@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from rich.console import Console
 from scripts.sweep import sweep_all
 from services.common import signals
 from services.common.errors import MachineError, NotReadyError, RecipeError
+from services.common.run_dir import lock_now
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("cpu", "cuda")
@@ -76,14 +76,11 @@ def alone() -> Iterator[None]:
     place.mkdir(exist_ok=True)
     held = os.open(place, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(held)
-        raise MachineError(
-            f"another command of this project starts or runs its services; {BESIDE}, or end it with Ctrl-C where "
-            "it was started"
-        ) from None
-    try:
+        if not lock_now(held):
+            raise MachineError(
+                f"another command of this project starts or runs its services; {BESIDE}, or end it with Ctrl-C where "
+                "it was started"
+            )
         yield
     finally:
         os.close(held)

@@ -216,12 +216,19 @@ def in_use(checkpoint: Path) -> Iterator[None]:
 def unused(checkpoint: Path) -> Iterator[bool]:
     """Whether nobody is inside ``in_use``; inside the block nobody gets there."""
     with (checkpoint / READY).open("rb") as marker:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield lock_now(marker.fileno())
+
+
+def lock_now(descriptor: int) -> bool:
+    """Lock an open file or folder for this process alone, without waiting. It ends with the descriptor, or the process.
+
+    Returns: whether nobody else has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def utc_now() -> str:

@@ -8,7 +8,6 @@ lock on the run sees to that on one machine, the parent of each commit elsewhere
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import shutil
 import tempfile
@@ -157,12 +156,7 @@ def writer(run: RunDir) -> Iterator[bool]:
     """Whether this process is the one that writes; it is until the block ends, or the process dies."""
     run.path.mkdir(parents=True, exist_ok=True)
     with (run.path / ".pushes.lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield run_dir.lock_now(stream.fileno())
 
 
 class BackgroundPushes:
