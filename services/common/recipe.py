@@ -114,7 +114,14 @@ class Rollout(Section):
     max_tool_calling_iterations: Positive = 32
     """Model calls a rollout; also the scale of the tool-efficiency bonus."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
-    """Optimizer steps between sampling and training after which a sample is dropped."""
+    """Policy versions between sampling and training beyond which nothing is trained: of each training row, mean over
+    its sampled tokens."""
+    max_open_groups: Positive | None = None
+    """Groups that are being made or wait to be trained. Not set: ``(max_staleness + 1) * trainer.groups_per_step``,
+    with which none gets too old. More keep more sandboxes busy, and what got too old is made again."""
+    refill_silent_groups: Annotated[int, Field(ge=0)] = 0
+    """In each step, up to so many groups whose rewards are all equal are replaced by the next group. 0: they take
+    their place in the step, and teach nothing."""
     min_group_size: Positive = 2
     """Rollouts of a group that must be scored; with fewer, nothing can be compared, and the group is made again."""
     max_group_tries: Positive = 3
@@ -247,11 +254,15 @@ class Trainer(Section):
     """Adam's epsilon. One as large as a usual gradient (root mean square) lets the step follow the gradient's size: a
     step in which one rollout in sixteen says something then moves the weights little, and not as far as any other."""
     groups_per_step: Positive = 1
-    """Groups an optimizer step trains on: ``groups_per_step * num_generations`` samples."""
+    """Whole groups that an optimizer step trains on."""
     samples_per_row: Positive = 1
-    """Samples packed into one forward row; peak memory grows with samples_per_row * max_model_len."""
+    """Samples packed into one forward row; peak memory grows with samples_per_row * max_model_len. The gradient of a
+    step does not depend on it."""
     save_steps: Positive = 100
-    """A checkpoint every so many steps, and one at the end."""
+    """A checkpoint every so many steps, and one at the end: evaluated, pushed, kept."""
+    resume_steps: Positive | None = 10
+    """Between checkpoints, a resume point every so many steps: only the newest is kept, on this machine, and a run
+    that dies loses no more than these. Not set: checkpoints only."""
     keep_checkpoints: Positive = 4
     """Newest kept beside the best one."""
     gradient_checkpointing: bool = True
@@ -280,6 +291,30 @@ class Trainer(Section):
         if not low <= 1.0 <= high:
             raise ValueError(f"trainer.ratio_bounds is [{low}, {high}]; it must be [lowest, highest] around 1")
         return self
+
+
+AdvantageScale = Literal["std", "none"]
+
+
+class Algorithm(Section):
+    """The training objective; services/trainer/objective.py has each formula with its source."""
+
+    advantage: AdvantageScale = "std"
+    """``std``: reward over the group's mean, divided by the group's standard deviation. ``none``: not divided."""
+    aggregation: Literal["sequence", "token"] = "sequence"
+    """``sequence``: each rollout of a step counts the same, however long it is. ``token``: each sampled token does."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A token whose probability fell by more than this share is not pushed down further."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """A token whose probability rose by more than this share is not pushed up further."""
+    stale_weight_cap: Annotated[float, Field(gt=0)] | None = None
+    """Tokens of an older policy get a truncated importance weight of at most this instead of clipping. Not set: they
+    are clipped as all others."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the base model. Above 0, each step costs another forward pass."""
+    truncated: Literal["train", "mask"] = "train"
+    """Rollouts that the output cap, the context, the number of model calls or the time limit cut: ``train``: with the
+    reward that they got. ``mask``: not trained; their reward still counts in the group's mean."""
 
 
 class Evaluator(Section):
@@ -381,6 +416,7 @@ class Recipe(Section):
     policy: Policy = Policy()
     weight_sync: WeightSync = WeightSync()
     trainer: Trainer = Trainer()
+    algorithm: Algorithm = Algorithm()
     evaluator: Evaluator = Evaluator()
     watchdog: Watchdog = Watchdog()
     costs: Costs = Costs()
@@ -395,11 +431,10 @@ class Recipe(Section):
                 f"sampling.max_completion_tokens is {self.sampling.max_completion_tokens} and model.max_model_len "
                 f"{self.model.max_model_len}; the context must exceed the output cap"
             )
-        samples_per_step = self.trainer.groups_per_step * self.rollout.num_generations
-        if samples_per_step % self.trainer.samples_per_row:
+        if self.max_open_groups < self.trainer.groups_per_step:
             raise ValueError(
-                f"trainer.samples_per_row is {self.trainer.samples_per_row} and a step has "
-                f"groups_per_step * num_generations = {samples_per_step} samples; the rows must divide it"
+                f"rollout.max_open_groups is {self.max_open_groups} and trainer.groups_per_step "
+                f"{self.trainer.groups_per_step}; a step needs that many groups at a time"
             )
         if self.env.backend == "hf-sandbox":
             if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:
@@ -448,6 +483,11 @@ class Recipe(Section):
                 f"most {SHARED_GPU_LIMIT} is allowed: the policy's copy of the base and both CUDA contexts lie outside"
             )
         return self
+
+    @property
+    def max_open_groups(self) -> int:
+        """``rollout.max_open_groups``, or its default."""
+        return self.rollout.max_open_groups or (self.rollout.max_staleness + 1) * self.trainer.groups_per_step
 
     @property
     def lora_scale(self) -> float:

@@ -141,13 +141,18 @@ class RunDir:
 
     @property
     def trained(self) -> Path:
-        """One line a step: which samples of which training tasks it trained on."""
+        """One line per step: which groups of training tasks it trained, dropped and gave up."""
         return self.path / "trained.jsonl"
 
     @property
     def attempts(self) -> Path:
         """One line for each start and end of the training process, written by its supervisor."""
         return self.path / "attempts.jsonl"
+
+    @property
+    def resume_points(self) -> Path:
+        """Checkpoints for this machine alone, between those in ``checkpoints``; only the newest."""
+        return self.path / "resume"
 
     @property
     def checkpoints(self) -> Path:

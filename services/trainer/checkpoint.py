@@ -27,7 +27,7 @@ PIECES = {
     "rng_state.pth": "random number generators",
     "trainer_state.json": "step and history",
     "rollout_state.json": "position in the training tasks",
-    "pending_samples.json.zst": "samples that were scored and not trained yet",
+    "pending_groups.json.zst": "groups that were scored and not trained yet",
 }
 """File -> what it holds. Whatever else the libraries save beside them is not needed."""
 

@@ -1,194 +1,152 @@
-"""Which samples of which groups are trained: exact books, so that a resume repeats no task and loses none.
+"""What travels from the rollout worker to an optimizer step: whole scored groups, with the version of every call.
 
-TRL remembers the groups that its data loader has fetched. That is one batch too early (the loader fetches ahead), it
-never hears of a group that had nothing to train on, and a group that ended before an older one is repeated. Here every
-sample is followed from the worker's queue to the optimizer step that used it, and the worker also says when a group
-ended with nothing.
+A group is ``num_generations`` rollouts of one task; a rollout is one or more rows, more where its history forked. All
+rows of a group are trained in one step.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-from services.trainer.resume import Cursor
-
-INDEX = "group/index"
-SIZE = "group/size"
-"""Keys in a sample's ``metrics``: its number in its group, and how many samples the group has in all."""
-SERIAL = "serial"
-WHOLE_GROUP_S = 60.0
-"""The worker puts the samples of a group on the queue in one go; a rest that does not come is a broken worker."""
-
-logger = logging.getLogger("trainer")
-
-Key = tuple[int, int, int]
-"""A sample: position of its group, its number in the group, and how many samples the group has."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What came of the samples that left the queue up to one optimizer step."""
+class Call:
+    """One sampled turn of a rollout."""
 
-    samples: list[Key] = field(default_factory=list)
-    stale: list[Key] = field(default_factory=list)
-    """Taken from the queue and dropped by TRL: sampled by a policy too old to train on."""
-    dropped: list[int] = field(default_factory=list)
-    """Positions of groups that ended with nothing to train on."""
-
-
-def ended_with_nothing(position: int) -> RolloutSample:
-    """What the worker puts on the queue for a group without a sample; no trainer sees it."""
-    return RolloutSample(
-        prompt=[], completion=[], input_ids=[], completion_mask=[], old_log_probs=[], advantage=0.0, model_version=0,
-        group_id=position, metrics={SIZE: 0},
-    )  # fmt: skip
+    start: int
+    """Tokens before its output: the length of its prompt."""
+    output_ids: Sequence[int]
+    version: int
+    """Lowest policy version that can have sampled it; a call during a weight sync is of two."""
 
 
-def numbered(samples: Sequence[RolloutSample]) -> Sequence[RolloutSample]:
-    """Write into the samples of one whole group who they are."""
-    for index, sample in enumerate(samples):
-        sample.metrics |= {INDEX: index, SIZE: len(samples)}
-    return samples
+@dataclass
+class Row:
+    """One training row: all token ids of a conversation that was never rewritten."""
+
+    input_ids: list[int]
+    completion_mask: list[int]
+    """1: sampled by the policy and trained. 0: context."""
+    old_log_probs: list[float]
+    versions: list[int]
+    """Policy version of each token; that of context means nothing."""
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.completion_mask)
 
 
-class GroupBook:
-    """The worker's queue as the trainer sees it, and the account of what came of each sample.
+@dataclass
+class Rollout:
+    """One scored rollout."""
 
-    Args:
-        rollout_queue: the worker's. cursor: where its walk through the tasks began.
-        pending: samples from before a resume, handed out before those of the queue.
+    rows: list[Row]
+    reward: float
+    advantage: float
+    version: float
+    """``oldest_version`` of its rows."""
+    truncated: bool = False
+    """A limit ended it or one of its calls: output cap, context, model calls or time."""
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(row.trained_tokens for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self.rows)
+
+
+@dataclass
+class ScoredGroup:
+    """A group whose rollouts have all ended; the worker puts it on the queue in one piece.
+
+    ``rollouts`` has those that could be scored. Of one that could not, nothing is known but that it was made.
     """
 
-    def __init__(self, rollout_queue: Any, cursor: Cursor, pending: Iterable[RolloutSample] = ()) -> None:
-        self._queue = rollout_queue
-        self._cursor = cursor
-        self._held: deque[RolloutSample] = deque(pending)
-        self._out: deque[tuple[int, RolloutSample]] = deque()
-        """Handed out and not settled, by serial number."""
-        self._serial = 0
-        self._received: Counter[int] = Counter()
-        """Position -> samples that came of a group that is not whole yet."""
-        self._done: set[int] = set()
-        """Positions at or after the cursor's whose group is whole: each of its samples is trained, out or held."""
-        self._dropped = list(cursor.dropped)
-        self._rows: deque[list[int]] = deque()
-        """Serials in each micro-batch that was collated and not trained."""
-        self._in_step: set[int] = set()
-        self._touched: set[int] = set()
-        """Positions of which a sample is trained."""
+    ticket: int
+    position: int
+    """Place of its task on the walk through the training tasks."""
+    rollouts: list[Rollout]
+    enqueued_at: float = field(default=0.0, compare=False)
+    """Set by TRL's loop."""
 
-    # --- The worker's queue, for TRL's data set ---------------------------------------------------------------------
+    @property
+    def tokens(self) -> int:
+        return sum(rollout.tokens for rollout in self.rollouts)
 
-    def get(self, timeout: float | None = None) -> RolloutSample:
-        """The oldest sample. Raises: queue.Empty: none came in time."""
-        if not self._held:
-            self.receive(timeout)
-        if not self._held:
-            raise queue.Empty  # nothing, or the end of a group without samples; TRL asks again
-        sample = self._held.popleft()
-        self._serial += 1
-        self._out.append((self._serial, sample))
-        metrics = {key: value for key, value in sample.metrics.items() if key not in (INDEX, SIZE)}
-        return replace(sample, metrics={**metrics, SERIAL: self._serial})
+    @property
+    def silent(self) -> bool:
+        """All rewards are equal, so that no rollout has an advantage."""
+        return not any(rollout.advantage for rollout in self.rollouts)
 
-    def receive(self, timeout: float | None) -> bool:
-        """Take one sample from the worker's queue and hold it. Returns: whether there was one in time."""
-        try:
-            self._receive(self._queue.get(timeout=timeout))
-        except queue.Empty:
-            return False
-        return True
+    def oldest(self) -> float:
+        """Version of its oldest rollout; a group is as old as that."""
+        return min(rollout.version for rollout in self.rollouts)
 
-    def detach(self) -> None:
-        """The worker is gone: its queue holds no whole sample any more, and is not read again."""
-        self._queue = queue.Queue()
+    def counted_on(self, versions: int) -> ScoredGroup:
+        """The same group where every version is called ``versions`` higher."""
+        moved = [
+            dataclasses.replace(
+                rollout,
+                version=rollout.version + versions,
+                rows=[dataclasses.replace(row, versions=[v + versions for v in row.versions]) for row in rollout.rows],
+            )
+            for rollout in self.rollouts
+        ]
+        return dataclasses.replace(self, rollouts=moved)
 
-    def qsize(self) -> int:
-        return len(self._held) + int(self._queue.qsize())
-
-    def _receive(self, sample: RolloutSample) -> None:
-        position, size = sample.group_id, int(sample.metrics[SIZE])
-        if size == 0:
-            self._done.add(position)
-            self._dropped.append(position)
-            return
-        self._held.append(sample)
-        self._received[position] += 1
-        if self._received[position] == size:
-            del self._received[position]
-            self._done.add(position)
-
-    # --- From the data loader to the optimizer ----------------------------------------------------------------------
-
-    def collator(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``collate``, which also notes which samples a micro-batch holds."""
-
-        def noting(examples: list[Any]) -> Any:
-            (rows,) = examples
-            self._rows.append([int(sample["metrics"].pop(SERIAL)) for row in rows for sample in row])
-            return collate(examples)
-
-        return noting
-
-    def trained_row(self) -> None:
-        """The oldest micro-batch went through forward and backward."""
-        self._in_step.update(self._rows.popleft())
-
-    def step_ended(self) -> Trained:
-        """The optimizer has stepped: what it trained on is settled."""
-        trained: list[Any] = []
-        stale: list[Any] = []
-        last = max(self._in_step, default=0)
-        while self._out and self._out[0][0] <= last:
-            serial, sample = self._out.popleft()
-            # The loader keeps the order of the queue: one that was passed over was dropped for its age.
-            (trained if serial in self._in_step else stale).append(_key(sample))
-        self._in_step.clear()
-        self._touched.update(position for position, *_ in trained)
-        dropped, self._dropped = self._dropped, []
-        return Trained(trained, stale, dropped)
-
-    # --- For a checkpoint -------------------------------------------------------------------------------------------
-
-    def position(self, alive: Callable[[], bool] = lambda: True) -> tuple[Cursor, list[RolloutSample]]:
-        """Where the walk stands, and the samples that are not trained yet, oldest first; empties the worker's queue.
-
-        Args: alive: whether the worker can still send the rest of a group that came in part.
-        Raises: RuntimeError: the rest of a group did not come.
-        """
-        self._take_whole_groups(alive)
-        pending = [sample for _, sample in self._out] + list(self._held)
-        # The worker is gone, and took the rest of a group with it: the group is made again, unless a part is trained.
-        cut = set(self._received)
-        if lost := sorted(cut & self._touched):
-            logger.error("a part of these groups is lost with the worker", extra={"positions": lost})
-        pending = [sample for sample in pending if sample.group_id not in cut - self._touched]
-        self._done |= cut & self._touched
-        end = max(self._done, default=self._cursor.next - 1) + 1
-        end = max(end, self._cursor.next)
-        started = {*self._cursor.again, *range(self._cursor.next, end)}
-        return Cursor(end, tuple(sorted(started - self._done)), tuple(self._dropped)), pending
-
-    def _take_whole_groups(self, alive: Callable[[], bool]) -> None:
-        until = time.monotonic() + WHOLE_GROUP_S
-        # What lies there now, and no more: a worker that was held up by a full queue goes on as it is emptied.
-        waiting = int(self._queue.qsize())
-        while waiting > 0 or (self._received and alive()):
-            waiting -= 1
-            if not self.receive(timeout=0.2) and self._received and time.monotonic() > until:
-                raise RuntimeError(
-                    f"the rest of group {min(self._received)} did not come in {WHOLE_GROUP_S:g} s; no checkpoint "
-                    "can say which tasks are done"
-                )
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ScoredGroup:
+        rollouts = [
+            Rollout(**{**rollout, "rows": [Row(**row) for row in rollout["rows"]]}) for rollout in value["rollouts"]
+        ]
+        return cls(**{**value, "rollouts": rollouts})
 
 
-def _key(sample: RolloutSample) -> Key:
-    return sample.group_id, int(sample.metrics[INDEX]), int(sample.metrics[SIZE])
+def oldest_version(rows: Iterable[Row]) -> float:
+    """Mean policy version of the sampled tokens of the oldest row: a row is as old as its calls.
+
+    Raises: ValueError: no rows, or one without a sampled token; such a rollout is unscorable and in no group.
+    """
+    return min(_mean_version(row) for row in rows)
+
+
+def _mean_version(row: Row) -> float:
+    sampled = [version for version, mask in zip(row.versions, row.completion_mask, strict=True) if mask]
+    if not sampled:
+        raise ValueError("no token of the row was sampled, so it has no age")
+    return sum(sampled) / len(sampled)
+
+
+def rows_with_versions(sequences: Sequence[Any], calls: Sequence[Call], unknown: int) -> list[Row]:
+    """TRL's training sequences of one rollout as rows.
+
+    A call belongs to the row that holds its output where its prompt ends; the calls of a row, and the rows, are in
+    order. A call without a trained token has no row.
+
+    Args: sequences: ``TrainingSequence`` of TRL. unknown: version of a sampled token that no call accounts for.
+    """
+    rows = [
+        Row(
+            list(sequence.input_ids),
+            list(sequence.completion_mask),
+            list(sequence.old_log_probs),
+            [unknown] * len(sequence.input_ids),
+        )
+        for sequence in sequences
+    ]
+    at = 0
+    for call in calls:
+        stop = call.start + len(call.output_ids)
+        for index in range(at, len(rows)):
+            if rows[index].input_ids[call.start : stop] == list(call.output_ids):
+                rows[index].versions[call.start : stop] = [call.version] * (stop - call.start)
+                at = index
+                break
+    return rows

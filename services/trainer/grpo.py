@@ -1,49 +1,82 @@
 """TRL's ``AsyncGRPOTrainer``, narrowed where this stack must differ, and nowhere else.
 
-Three seams, pinned by a contract test: how weights reach the policy server (LoRA factors instead of an adapter merged
-in place, which drifts a bf16 base), where a stop request can break the wait for rollouts, and what a checkpoint says of
-the rollouts (``groups``).
+* **Data.** A step is whole groups: ``GroupScheduler`` picks them, ``packed_rows`` cuts them into forward passes, and
+  ``training_step`` runs all of them before the optimizer steps. TRL's data loader is not used: it counts rows, and
+  fetches the next step's while this one waits.
+* **Objective.** ``objective.policy_loss``, whose defaults are TRL's formula.
+* **Weight sync.** LoRA factors, instead of an adapter merged in place, which drifts a bf16 base.
+* **Stop and resume.** A stop request ends the wait for rollouts; a checkpoint says what is done and what waits.
+
+The seams are pinned by tests/contract/trainer/test_trl_seams.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
 from services.common import run_dir
 from services.common.health import Pulse
+from services.common.recipe import Algorithm
 from services.common.run_dir import RunDir
 from services.common.signals import StopFlag
-from services.trainer.groups import GroupBook
+from services.trainer import objective, resume_points, step_metrics
+from services.trainer.groups import ScoredGroup
 from services.trainer.resume import Cursor, Start
 from services.trainer.rollout_loop import RolloutLoop
-from services.trainer.staleness import StalenessTrainer
+from services.trainer.scheduler import GroupScheduler, Limits, RolloutEnded
+from services.trainer.step_batch import packed_rows
 from services.weight_sync.names import lora_factors
 
 HAND_OVER_S = 15.0
 """As long as TRL waits for the worker's process to end."""
+POLL_S = 5.0
+"""Between two looks at the worker's health while the trainer waits for rollouts."""
 
 
 class StopRequested(Exception):
     """SIGTERM or SIGINT arrived while the trainer waited for rollouts."""
 
 
+class WorkerChannel:
+    """``scheduler.Channel`` between processes. As the worker's ``rollout_buffer`` it is handed to the child by TRL."""
+
+    def __init__(self, context: Any, maxsize: int) -> None:
+        self._groups = context.Queue(maxsize)
+        self.tickets: Any = context.Queue()
+        # Tickets that nobody reads any more must not keep this process from ending.
+        self.tickets.cancel_join_thread()
+
+    def put_nowait(self, item: ScoredGroup | RolloutEnded) -> None:
+        self._groups.put_nowait(item)
+
+    def get(self, timeout: float | None = None) -> ScoredGroup | RolloutEnded:
+        found: ScoredGroup | RolloutEnded = self._groups.get(timeout=timeout)
+        return found
+
+    def qsize(self) -> int:
+        return int(self._groups.qsize())
+
+
 class StoppableWorker(HarnessRolloutWorker):
-    """A worker with our loop, whose health check, which TRL calls while it waits, also sees a stop request."""
+    """A worker with our loop, which makes the groups that the scheduler asks for."""
 
     _loop_cls = RolloutLoop
 
-    def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, stop: StopFlag, queue_maxsize: int = 0, **kwargs: Any) -> None:
+        super().__init__(queue_maxsize=queue_maxsize, **kwargs)
+        self.rollout_buffer = WorkerChannel(self._mp_ctx, queue_maxsize)
         self._stop_flag = stop
-        self.book: GroupBook | None = None
+        self.scheduler: GroupScheduler | None = None
         """Gets what the child hands over at its end."""
 
     def check_health(self, stale_after_s: float) -> None:
@@ -51,34 +84,134 @@ class StoppableWorker(HarnessRolloutWorker):
             raise StopRequested
         super().check_health(stale_after_s)
 
-    def alive(self) -> bool:
-        return self._process is not None and self._process.is_alive()
-
     def stop(self) -> None:
-        """TRL's, which waits for a child that cannot end before all that it scored is read, then kills it in the middle
-        of a sample: half a message, for which a checkpoint that reads the queue waits for ever. So it is read here."""
+        """TRL's ``stop`` waits for a child that blocks on a full queue, and then kills it in the middle of a group.
+        That leaves half a message, for which a checkpoint would wait for ever. So the queue is read here first."""
         child = self._process
-        if child is not None and child.pid is not None and self.book is not None:
+        if child is not None and child.pid is not None and self.scheduler is not None:
             self._stop_event_mp.set()
-            until = time.monotonic() + HAND_OVER_S
-            while child.is_alive() and time.monotonic() < until:
-                self.book.receive(timeout=0.2)
-            if child.is_alive():
+            ended = self.scheduler.drain(child.is_alive, HAND_OVER_S)
+            if not ended:
                 child.terminate()
-            elif child.exitcode == 0:
-                while self.book.receive(timeout=0.2):
-                    pass
-            self.book.detach()
+            self.scheduler.worker_ended(whole=ended and child.exitcode == 0)
         super().stop()
 
 
-class FactorSyncTrainer(StalenessTrainer):
-    """The trainer that sends LoRA factors and never touches the base weights, unless the recipe wants TRL's stream."""
+class WholeGroupTrainer(AsyncGRPOTrainer):
+    """See the module.
 
-    def __init__(self, *args: Any, pulse: Pulse, **kwargs: Any) -> None:
+    Args:
+        algorithm, limits, samples_per_row: from the recipe.
+        start: where this attempt goes on.
+        resume_steps: steps between resume points; None: there are none.
+        save_state: called with (folder, cursor, model version, pending groups) to add to a checkpoint.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        algorithm: Algorithm,
+        limits: Limits,
+        samples_per_row: int,
+        resume_steps: int | None,
+        pulse: Pulse,
+        run: RunDir,
+        start: Start,
+        save_state: Callable[[Path, Cursor, int, Sequence[ScoredGroup]], None],
+        **kwargs: Any,
+    ) -> None:
         self._pulse = pulse
         self._synced = False
+        self._resume_steps = resume_steps
+        self._output_dir: Path | None = None
         super().__init__(*args, **kwargs)
+        self._algorithm = algorithm
+        self._samples_per_row = samples_per_row
+        self._run = run
+        self._save_state = save_state
+        self._start = start
+        # The first sync serves the checkpoint's adapter again, under the next version that was never used.
+        later = start.served_version + 1 - start.saved_version
+        pending = [ScoredGroup.from_json(group).counted_on(later) for group in start.pending]
+        self.scheduler = GroupScheduler(self.rollout_queue, limits, start.cursor, pending)
+        self.rollout_worker.scheduler = self.scheduler
+        # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
+        self.callback_handler.callbacks.insert(0, _Accounts(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = self._start.checkpoint
+        return super().train(*args, resume_from_checkpoint=str(checkpoint.path) if checkpoint else None, **kwargs)
+
+    # --- Data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Steps, each made when it is asked for: nothing is fetched ahead."""
+        self._rollout_dataset = self._steps = _Steps(self)
+        return self._steps
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of every packed row of a step."""
+        self._pulse.set("training")
+        loss = torch.zeros((), device=self.args.device)
+        for row in inputs["rows"]:
+            if row["needs_gradient"]:
+                loss += super().training_step(model, row, num_items_in_batch)
+            else:
+                self._look_at(model, row)
+        # Adam passes over a parameter without a gradient, momentum and all; one with a gradient of 0 it does not.
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return loss
+
+    def _look_at(self, model: Any, row: dict[str, Any]) -> None:
+        """Only the metrics of a packed row that nothing can be learned from: no backward pass."""
+        started = time.perf_counter()
+        model.train()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            self.compute_loss(model, self._prepare_inputs(row))
+        self._current_train_step_time += time.perf_counter() - started
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return sum(super(WholeGroupTrainer, self).floating_point_ops(row) for row in inputs["rows"])
+
+    # --- Objective --------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Loss of one packed row; the loss of a step is the sum over its rows."""
+        started = time.perf_counter()
+        outputs = self._forward(model, inputs)
+        self._step_forward_s += time.perf_counter() - started
+        reference = None
+        if self._algorithm.kl_coef:
+            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+                reference = self._forward(model, inputs).log_probs[0]
+        terms = objective.Terms(
+            log_probs=outputs.log_probs[0],
+            old_log_probs=inputs["old_log_probs"][0, 1:],
+            advantages=inputs["advantages"][0, 1:],
+            weights=inputs["weights"][0, 1:],
+            staleness=self.model_version - inputs["model_version"][0, 1:],
+            ref_log_probs=reference,
+        )
+        sampled = inputs["completion_mask"][0, 1:].bool()
+        step_metrics.of_tokens(self._metrics["train"], terms, sampled, outputs.entropy[0], self._algorithm)
+        step_metrics.of_row(self, inputs)
+        return objective.policy_loss(terms, self._algorithm)
+
+    @staticmethod
+    def _forward(model: Any, inputs: dict[str, Any]) -> Any:
+        input_ids = inputs["input_ids"]
+        return model(
+            input_ids=input_ids,
+            position_ids=inputs["position_ids"],
+            labels=input_ids.masked_fill(inputs["completion_mask"] == 0, -100),
+            fused_lm_head=True,
+        )
+
+    # --- Weight sync ------------------------------------------------------------------------------------------------
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """Send A and B; the merge happens out of place on the server, which pauses only for it.
@@ -95,68 +228,39 @@ class FactorSyncTrainer(StalenessTrainer):
             self.model_version += 1
             self.rollout_worker.update_model_version(self.model_version)
             marks = t0, t0, time.time()
+        self.scheduler.admit(self.model_version)
         self._pulse.set("rollout", model_version=self.model_version)
         return marks
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._pulse.set("training")
-        return super().training_step(*args, **kwargs)
+    # --- Checkpoints and resume points ------------------------------------------------------------------------------
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        saves = self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step = self.state.global_step
+        if saves:
+            resume_points.keep_only(self._run, None)
+        elif self._resume_steps and step % self._resume_steps == 0:
+            with self._saving_to(self._run.resume_points):
+                self._save_checkpoint(self.model, trial=None)
+            resume_points.keep_only(self._run, step)
+            self._pulse.set("rollout")
 
-class ResumableTrainer(FactorSyncTrainer):
-    """The trainer whose checkpoints say exactly which tasks are done, and which goes on from one.
+    @contextlib.contextmanager
+    def _saving_to(self, folder: Path) -> Iterator[None]:
+        self._output_dir = folder
+        try:
+            yield
+        finally:
+            self._output_dir = None
 
-    Args:
-        start: where this attempt goes on; its cursor must also be the worker's.
-        save_state: called with (folder, cursor, model version, pending samples) to add to a checkpoint.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        run: RunDir,
-        start: Start,
-        save_state: Callable[[Path, Cursor, int, list[RolloutSample]], None],
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._run = run
-        self._save_state = save_state
-        self._start = start
-        self._random_numbers_due = start.checkpoint
-        # The first sync serves the checkpoint's adapter again, under the next version that was never used.
-        later = start.served_version + 1 - start.saved_version
-        pending = [RolloutSample(**sample) for sample in start.pending]
-        for sample in pending:
-            sample.model_version += later
-        self.rollout_queue = self.rollout_worker.book = self.book = GroupBook(self.rollout_queue, start.cursor, pending)
-        # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
-        self.callback_handler.callbacks.insert(0, _Books(self))
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = self._start.checkpoint
-        return super().train(*args, resume_from_checkpoint=str(checkpoint.path) if checkpoint else None, **kwargs)
-
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        inner = loader.base_dataloader
-        inner.collate_fn = self.book.collator(inner.collate_fn)
-        return loader
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._random_numbers_due:
-            # transformers has restored them before the data loader drew its seed from them.
-            self._load_rng_state(str(self._random_numbers_due.path))
-            self._random_numbers_due = None
-        loss = super().training_step(*args, **kwargs)
-        self.book.trained_row()
-        return loss
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._output_dir or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._pulse.set("saving")
         super()._save_checkpoint(model, trial)
-        alive = getattr(self.rollout_worker, "alive", lambda: False)
-        cursor, pending = self.book.position(alive)
+        cursor, pending = self.scheduler.position()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         # A sync that was served and then failed its proof has not counted up TRL's.
         version = max(self.model_version, self.weight_transfer.version)
@@ -168,10 +272,35 @@ class ResumableTrainer(FactorSyncTrainer):
         self.rollout_worker.update_model_version(version)
 
 
-class _Books(TrainerCallback):
+class _Steps:
+    """The endless iterable of steps that transformers' loop takes its batches from."""
+
+    def __init__(self, trainer: WholeGroupTrainer) -> None:
+        self._trainer = trainer
+        self.wait_s = 0.0
+        """Since TRL last logged and reset it."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield self._next()
+
+    def _next(self) -> dict[str, Any]:
+        trainer, started = self._trainer, time.monotonic()
+        while not (groups := trainer.scheduler.take(trainer.model_version)):
+            trainer.scheduler.admit(trainer.model_version)
+            if not trainer.scheduler.receive(POLL_S):
+                trainer.rollout_worker.check_health(trainer.args.heartbeat_stale_after_s)
+        waited_s = time.monotonic() - started
+        self.wait_s += waited_s
+        trainer._trained_groups.update(group.position for group in groups)
+        step_metrics.of_groups(trainer._metrics["train"], groups, trainer.model_version)
+        return {"rows": packed_rows(groups, trainer._algorithm, trainer._samples_per_row)}
+
+
+class _Accounts(TrainerCallback):
     """Calls that only a callback gets: the start of training, and the end of each optimizer step."""
 
-    def __init__(self, trainer: ResumableTrainer) -> None:
+    def __init__(self, trainer: WholeGroupTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -179,15 +308,7 @@ class _Books(TrainerCallback):
         self._trainer.count_versions_from(self._trainer._start.served_version)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        trainer = self._trainer
-        trained = trainer.book.step_ended()
-        run_dir.append_line(
-            trainer._run.trained,
-            {
-                "step": state.global_step,
-                "time_s": time.time(),
-                "samples": trained.samples,
-                "stale": trained.stale,
-                "dropped": trained.dropped,
-            },
-        )
+        account = self._trainer.scheduler.step_ended()
+        step_metrics.of_account(self._trainer._metrics["train"], account)
+        line = {"step": state.global_step, "time_s": time.time(), **dataclasses.asdict(account)}
+        run_dir.append_line(self._trainer._run.trained, line)

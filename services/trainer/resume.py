@@ -1,6 +1,6 @@
 """Going on after anything died: where training stands, and what has to be undone first.
 
-A checkpoint says which training tasks are done, and carries the samples that were scored and not trained yet. What was
+A checkpoint says which training tasks are done, and carries the groups that were scored and not trained yet. What was
 written after it (metrics, the account of trained samples) belongs to steps that are trained again; it is cut off and
 kept aside, so that no step is counted twice.
 
@@ -23,10 +23,10 @@ from services.common.errors import RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import Checkpoint, RunDir
 from services.trainer import checkpoint as checkpoints
-from services.trainer import policy_versions
+from services.trainer import policy_versions, resume_points
 
 ROLLOUT_STATE = "rollout_state.json"
-PENDING_SAMPLES = "pending_samples.json.zst"
+PENDING_GROUPS = "pending_groups.json.zst"
 ROLLED_BACK = "rolled_back"
 """``metrics.rolled_back.jsonl``: lines of steps that a resume undid, in the order in which that happened."""
 
@@ -58,7 +58,7 @@ class Start:
     checkpoint: Checkpoint | None = None
     cursor: Cursor = Cursor()
     pending: Sequence[dict[str, Any]] = field(default_factory=tuple)
-    """Fields of TRL's ``RolloutSample``, oldest first; ``model_version`` as the checkpoint's trainer counted."""
+    """``ScoredGroup``s as JSON; policy versions as the checkpoint's trainer counted."""
     saved_version: int = 0
     """Policy version that the checkpoint's adapter was served as."""
     served_version: int = 0
@@ -78,6 +78,7 @@ def begin(run: RunDir, cfg: Recipe, fetch: Fetch | None = None) -> Start:
     """
     found = newest(run, fetch)
     checkpoints.discard_incomplete(run, found.step if found else 0)
+    resume_points.discard_incomplete(run)
     if found is None:
         _roll_back(run, 0)
         return Start(served_version=_highest_version(run))
@@ -102,10 +103,10 @@ def begin(run: RunDir, cfg: Recipe, fetch: Fetch | None = None) -> Start:
 
 
 def newest(run: RunDir, fetch: Fetch | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint: the run's own, else what ``fetch`` brings."""
-    own = run.complete_checkpoints()
+    """The newest complete checkpoint or resume point: the run's own, else what ``fetch`` brings."""
+    own = [*run.complete_checkpoints(), *run_dir.iter_checkpoints(run.resume_points)]
     if own:
-        return own[-1]
+        return max(own, key=lambda found: found.step)
     return fetch(run) if fetch is not None else None
 
 
@@ -115,7 +116,7 @@ def newest(run: RunDir, fetch: Fetch | None = None) -> Checkpoint | None:
 def write_state(folder: Path, cursor: Cursor, model_version: int, pending: Sequence[Any], *, cfg: Recipe) -> None:
     """Write the two pieces of a checkpoint that are ours, over what TRL wrote of them.
 
-    Args: pending: TRL's ``RolloutSample``s that were scored and not trained, oldest first.
+    Args: pending: ``ScoredGroup``s that were not trained.
     """
     import zstandard
 
@@ -124,12 +125,12 @@ def write_state(folder: Path, cursor: Cursor, model_version: int, pending: Seque
         "prompt_index": min((cursor.next, *cursor.again)),
         "model_version": model_version,
         "cursor": asdict(cursor),
-        "pending_positions": sorted({sample.group_id for sample in pending}),
+        "pending_positions": sorted(group.position for group in pending),
         "recipe": _identity(cfg),
     }
     run_dir.write_json(folder / ROLLOUT_STATE, state)
-    text = json.dumps([asdict(sample) for sample in pending], separators=(",", ":"))
-    (folder / PENDING_SAMPLES).write_bytes(zstandard.ZstdCompressor(level=3).compress(text.encode()))
+    text = json.dumps([asdict(group) for group in pending], separators=(",", ":"))
+    (folder / PENDING_GROUPS).write_bytes(zstandard.ZstdCompressor(level=3).compress(text.encode()))
 
 
 def _state(found: Checkpoint) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _state(found: Checkpoint) -> dict[str, Any]:
 def _pending(found: Checkpoint) -> list[dict[str, Any]]:
     import zstandard
 
-    data = (found.path / PENDING_SAMPLES).read_bytes()
+    data = (found.path / PENDING_GROUPS).read_bytes()
     return list(json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(data)))
 
 
@@ -157,6 +158,7 @@ def _identity(cfg: Recipe) -> dict[str, Any]:
         "lora": dumped["lora"],
         "sampling": dumped["sampling"],
         "tasks": dumped["tasks"],
+        "algorithm": dumped["algorithm"],
         "num_generations": cfg.rollout.num_generations,
         "seed": cfg.run.seed,
     }

@@ -1,77 +1,108 @@
-"""TRL's rollout loop, narrowed in two places: which task comes next, and what becomes of a group.
+"""TRL's rollout loop, narrowed in three places: which task comes next, how a rollout is scored, what a group becomes.
 
-It runs in the worker's own process. TRL walks from a start index and forgets groups that ended out of order; here the
-walk follows a ``Cursor``. TRL trains a group however few of its rollouts can be scored; here one with too few is made
-again, and after some tries dropped and counted.
+It runs in the worker's own process. The trainer says which groups to make (``scheduler.Ticket``); TRL's loop runs the
+sessions, and gives each finished group to ``_score_group``, which sends it back in one piece with the policy version of
+every token.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import asyncio
+import queue
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup
 from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
 from services.common import signals
-from services.trainer import control
-from services.trainer.groups import ended_with_nothing, numbered
-from services.trainer.resume import Cursor
+from services.trainer import control, objective
+from services.trainer.groups import Call, Rollout, Row, ScoredGroup, oldest_version, rows_with_versions
+from services.trainer.scheduler import RolloutEnded, Ticket
+
+POLL_S = 0.05
+"""Between two looks for a ticket."""
+
+
+class Captured(Protocol):
+    """What a session knows of its rollout that TRL does not ask for."""
+
+    calls: list[Call]
+    version: int
+    """When it began; of a call whose version is not known."""
+    truncated: bool
 
 
 class RolloutLoop(_HarnessRolloutLoop):
-    """TRL's loop with this run's walk through the tasks; a group's id is its position on it.
+    """TRL's loop, which makes the groups that the trainer has written tickets for.
 
     Args:
-        cursor: where the walk goes on.
-        min_group_size: rollouts of a group that must be scored; fewer say nothing about each other.
-        max_group_tries: how often a group with fewer is made before it is dropped.
+        advantage: the recipe's ``algorithm.advantage``.
         shuffle_rewards: the recipe's ``control.shuffle_rewards``.
     """
 
-    def __init__(
-        self,
-        *,
-        cursor: Cursor,
-        min_group_size: int,
-        max_group_tries: int,
-        shuffle_rewards: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, advantage: objective.AdvantageScale, shuffle_rewards: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # A killed trainer must not leave a worker behind that goes on making rollouts for nobody.
         signals.die_with_parent()
-        self._fresh = cursor.positions()
-        self._again: deque[int] = deque()
+        self._advantage = advantage
         self._shuffle_rewards = shuffle_rewards
-        self._min_group_size = min_group_size
-        self._max_group_tries = max_group_tries
-        self._tries: Counter[int] = Counter()
+        self._tickets: list[Ticket] = []
+        self._rows: dict[str, tuple[list[Row], bool]] = {}
+        """By rollout id: rows of a rollout that has ended, and whether a limit cut it."""
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Numbers of tickets, ``num_generations`` times each. TRL asks before there is one: ``_generate_one`` waits."""
+        number = 0
         while True:
-            position = self._again.popleft() if self._again else next(self._fresh)
-            row = self.dataset[position % len(self.dataset)]
             for _ in range(self.num_generations):
-                yield position, row
+                yield number, {"prompt": []}
+            number += 1
 
-    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
-        usable = sum(reward is not None for reward in group.rollout_rewards)
-        if usable < self._min_group_size:
-            return self._too_few(group.group_id)
-        self._tries.pop(group.group_id, None)
-        if self._shuffle_rewards:
-            group.rollout_rewards = control.shuffled(group.rollout_rewards, group.group_id)
-        samples = await super()._score_group(group)
-        return list(numbered(samples)) or [ended_with_nothing(group.group_id)]
+    async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
+        ticket = await self._ticket(group_id)
+        if ticket is None:
+            return self._EMPTY_ROLLOUT
+        row = self.dataset[ticket.position % len(self.dataset)]
+        result = await super()._generate_one(row["prompt"], tool_dict, tools, group_id=ticket.position)
+        if rows := self._rows_of(result[2]):
+            self.rollout_buffer.put_nowait(RolloutEnded(group_id, oldest_version(rows)))
+        return result
 
-    def _too_few(self, position: int) -> list[RolloutSample]:
-        self._tries[position] += 1
-        if self._tries[position] < self._max_group_tries:
-            self._again.append(position)
-            self._push_metrics({"groups/retried_total": 1.0})
+    async def _ticket(self, number: int) -> Ticket | None:
+        """Returns: None if the worker is stopped before the ticket comes."""
+        while len(self._tickets) <= number:
+            if self._stop_event.is_set():
+                return None
+            try:
+                self._tickets.append(self.rollout_buffer.tickets.get_nowait())
+            except queue.Empty:
+                await asyncio.sleep(POLL_S)
+        return self._tickets[number]
+
+    def _rows_of(self, sequences: list[Any]) -> list[Row]:
+        """Rows of one rollout that has just ended, kept until its group is scored."""
+        if not sequences:
             return []
-        del self._tries[position]
-        self._push_metrics({"groups/dropped_total": 1.0})
-        return [ended_with_nothing(position)]
+        rollout_id = sequences[0].rollout_id
+        captured: Captured = self._factory.captured.pop(rollout_id)
+        rows = rows_with_versions(sequences, captured.calls, unknown=captured.version)
+        self._rows[rollout_id] = rows, captured.truncated
+        return rows
+
+    async def _score_group(self, group: RolloutGroup) -> list[ScoredGroup]:
+        ticket = self._tickets[group.group_id]
+        ended = [self._rows.pop(sequences[0].rollout_id, None) if sequences else None
+                 for sequences in group.completions_sequences]  # fmt: skip
+        rewards = [reward if rows is not None else None
+                   for reward, rows in zip(group.rollout_rewards, ended, strict=True)]  # fmt: skip
+        if self._shuffle_rewards:
+            rewards = control.shuffled(rewards, ticket.position)
+        advantages = objective.advantages(rewards, self._advantage)
+        calls = zip(group.tool_call_counts, group.tool_failure_counts, strict=True)
+        rollouts = [
+            Rollout(rows[0], reward, advantage, oldest_version(rows[0]), rows[1], tool_calls, failures)
+            for rows, reward, advantage, (tool_calls, failures) in zip(ended, rewards, advantages, calls, strict=True)
+            if rows is not None and reward is not None
+        ]
+        return [ScoredGroup(ticket.number, ticket.position, rollouts)]

@@ -33,6 +33,7 @@ from services.common.run_dir import RunDir
 from services.common.tasks import prompt_key
 from services.trainer import policy_versions, rollout_log
 from services.trainer.capture_gate import Breach, breaches, of_the_policy
+from services.trainer.groups import Call
 
 HARNESS = "opencode"
 TASKS_A_CALL = 200
@@ -55,6 +56,18 @@ class SessionClosed(Exception):
 
 
 @dataclass(frozen=True)
+class Captured:
+    """What a rollout tells the worker beside what TRL asks for."""
+
+    calls: list[Call]
+    """Empty if OpenCode's log does not say when they were made."""
+    version: int
+    """Lowest policy version that can have sampled any of it."""
+    truncated: bool
+    """A limit ended the rollout or one of its calls: output cap, context, model calls or time."""
+
+
+@dataclass(frozen=True)
 class ServedTask:
     """A task as the env server numbers it."""
 
@@ -74,6 +87,8 @@ class HarborSessionFactory(ResourceSessionFactory["HarborSession"]):
         self._policy_url = policy_url
         self._run = run
         self._sampling = sampling
+        self.captured: dict[str, Captured] = {}
+        """By rollout id: of the rollouts that can be trained; the worker takes them out."""
         self._tasks: dict[str, ServedTask] | None = None
         self._lock = threading.Lock()
 
@@ -104,9 +119,8 @@ class HarborSessionFactory(ResourceSessionFactory["HarborSession"]):
             raise ValueError(f"no task of suite {self._cfg.tasks.train!r} has the prompt {text[:80]!r}")
         if self._sampling is None or episode_id is None:
             raise ValueError("sampling and episode_id are needed; TRL's HarnessRolloutWorker gives both")
-        return HarborSession(
-            self._cfg, self._env_url, self._policy_url, self._run, served, self._sampling, episode_id, seed
-        )
+        place = self._cfg, self._env_url, self._policy_url, self._run
+        return HarborSession(*place, served, self._sampling, episode_id, seed, self.captured)
 
     def _served(self) -> dict[str, ServedTask]:
         with self._lock:
@@ -162,6 +176,7 @@ class HarborSession(ResourceSession):
         sampling: dict[str, Any],
         rollout_id: str,
         group: int | None,
+        captured: dict[str, Captured],
     ) -> None:
         self._cfg = cfg
         self._env_url = env_url
@@ -171,6 +186,7 @@ class HarborSession(ResourceSession):
         self._sampling = sampling
         self._rollout_id = rollout_id
         self._group = group
+        self._captured = captured
         self._closed = threading.Event()
         self._result: HarborRolloutResult | None = None
         self._trace: TrainingTrace | None = None
@@ -185,7 +201,7 @@ class HarborSession(ResourceSession):
         Raises: UnscorableRollout: it cannot. TimeoutError: the agent's time was up, and what it left was graded: TRL
             trains on the captured turns and counts the time-out.
         """
-        started, first_step = time.monotonic(), self._policy_step()
+        began_s, started, first_step = time.time(), time.monotonic(), self._policy_step()
         failure: UnscorableRollout | None = None
         found: list[Breach] = []
         try:
@@ -195,6 +211,7 @@ class HarborSession(ResourceSession):
                 self._versions = self._policy_versions(self._result)
                 found += of_the_policy(self._versions)
             self._trace = self._judge(self._result, found)
+            self._captured[self._rollout_id] = self._capture(self._result, began_s)
         except UnscorableRollout as error:
             failure = error
             raise
@@ -298,6 +315,15 @@ class HarborSession(ResourceSession):
             raise UnscorableRollout(Cause.CAPTURE, result.error or "no turn to train on")
         return trace
 
+    def _capture(self, result: HarborRolloutResult, began_s: float) -> Captured:
+        versions = self._versions or []
+        calls = [
+            Call(len(turn.prompt_token_ids), turn.completion_token_ids, lowest)
+            for turn, (lowest, _) in zip(result.turns, versions, strict=False)
+        ]
+        whole = policy_versions.VersionLog(self._run).of([(began_s, time.time())])
+        return Captured(calls, whole[0][0], truncated(result))
+
     def _policy_versions(self, result: HarborRolloutResult) -> list[policy_versions.Versions] | None:
         # The proxy itself answers a call beyond the budget: the agent logs it, and no policy sampled it.
         logged = result.n_turns + result.budget_stop_count
@@ -335,3 +361,13 @@ class HarborSession(ResourceSession):
             wall_s=round(wall_s, 2),
         )
         rollout_log.write(self._run, record, result)
+
+
+def truncated(result: HarborRolloutResult) -> bool:
+    """Whether a limit ended the rollout or one of its calls: output cap, context, model calls or time."""
+    return (
+        result.exception_type == "AgentTimeoutError"
+        or result.budget_stop_count > 0
+        or any(turn.finish_reason == "length" for turn in result.turns)
+        or any("context_budget_exhausted" in finding for finding in result.findings)
+    )

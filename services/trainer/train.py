@@ -1,6 +1,6 @@
 """The training process: wires TRL's trainer, the rollout worker, the weight sync and the run directory.
 
-``services.trainer.__main__`` starts it as a child. There is no algorithm code here.
+``services.trainer.__main__`` starts it as a child.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def build(
 
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, control, cpu, grpo
+    from services.trainer import attention, control, cpu, grpo, scheduler
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
@@ -153,13 +153,10 @@ def build(
 
     worker = grpo.StoppableWorker(
         stop=stop,
-        cursor=start.cursor,
-        min_group_size=cfg.rollout.min_group_size,
-        max_group_tries=cfg.rollout.max_group_tries,
+        advantage=cfg.algorithm.advantage,
         shuffle_rewards=cfg.control.shuffle_rewards,
         **worker_arguments(cfg, peers.policy_url, factory, dataset, tokenizer),
     )
-    samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
     args = AsyncGRPOConfig(
         str(run.checkpoints),
         seed=cfg.run.seed,
@@ -168,10 +165,9 @@ def build(
         lr_scheduler_type=cfg.trainer.lr_scheduler_type,
         adam_beta1=cfg.trainer.adam_beta1,
         adam_epsilon=cfg.trainer.adam_epsilon,
-        # One row a micro-batch, samples_per_row samples in it; a step is groups_per_step groups.
-        token_budget=0,
-        per_device_train_batch_size=cfg.trainer.samples_per_row,
-        gradient_accumulation_steps=samples_per_step // cfg.trainer.samples_per_row,
+        # To transformers a step is one batch: training_step runs all of its rows.
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
         num_generations=cfg.rollout.num_generations,
         max_completion_length=cfg.sampling.max_completion_tokens,
         temperature=cfg.sampling.temperature,
@@ -202,7 +198,7 @@ def build(
         spending.metrics,
     ]
     guard = RatioGuard(cfg.trainer.ratio_bounds, cfg.trainer.ratio_patience)
-    trainer = grpo.ResumableTrainer(
+    trainer = grpo.WholeGroupTrainer(
         model=cfg.model_location(),
         args=args,
         train_dataset=dataset,
@@ -222,6 +218,10 @@ def build(
             pushes,
             spending,
         ],
+        algorithm=cfg.algorithm,
+        limits=scheduler.limits(cfg),
+        samples_per_row=cfg.trainer.samples_per_row,
+        resume_steps=cfg.trainer.resume_steps,
         pulse=pulse,
         run=run,
         start=start,

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ import torch
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, TrainingTrace, VerifyResult
 from openenv.core.harness.training import TrainingTurn
 
+from services.common.run_dir import RunDir
+from services.trainer.policy_versions import VersionLog
+from services.trainer.session import Captured
+
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "data/models/tiny-lfm2"
 TASKS = 5
 STEPS = 8
 SAVE_STEPS = 2
+RESUME_STEPS = 1
 GENERATIONS = 4
 
 
@@ -75,16 +81,23 @@ class FakeSession(ResourceSession):
 class FakeFactory(ResourceSessionFactory[FakeSession]):
     """FAKE: numbers the rollouts of a group in the order in which they are asked for."""
 
-    def __init__(self, sampling: Any = None) -> None:
+    def __init__(self, folder: Path, sampling: Any = None) -> None:
+        self._versions = VersionLog(RunDir(folder))
+        self.captured: dict[str, Captured] = {}
         self._made: Counter[int] = Counter()
         self._lock = threading.Lock()
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> FakeSession:
-        assert seed is not None
+        assert seed is not None and episode_id is not None
+        self.captured[episode_id] = Captured(calls=[], version=self._version(), truncated=False)
         with self._lock:
             number = self._made[seed] % GENERATIONS
             self._made[seed] += 1
         return FakeSession(int(task[-1]["content"].split()[-1]), seed, number)
+
+    def _version(self) -> int:
+        now_s = time.time()
+        return self._versions.of([(now_s, now_s)])[0][0]
 
 
 class FakeTransfer:
@@ -93,8 +106,6 @@ class FakeTransfer:
     merges_in_trainer = False
 
     def __init__(self, run: Any) -> None:
-        from services.trainer.policy_versions import VersionLog
-
         self.version = 0
         self._log = VersionLog(run)
 
@@ -120,10 +131,9 @@ def main(folder: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from services.common import health, recipe, signals
-    from services.common.run_dir import RunDir
-    from services.trainer import cpu, packing, resume
+    from services.trainer import cpu, packing, resume, scheduler
     from services.trainer.callbacks import RunRecorder
-    from services.trainer.grpo import ResumableTrainer, StoppableWorker
+    from services.trainer.grpo import StoppableWorker, WholeGroupTrainer
     from services.trainer.ratio import RatioGuard
 
     cfg = recipe.load(ROOT / "data/recipes/smoke.toml", {"trainer.max_steps": STEPS, "trainer.save_steps": SAVE_STEPS})
@@ -139,21 +149,23 @@ def main(folder: Path) -> None:
         if start.step >= STEPS:
             return
         worker = StoppableWorker(
-            stop=stop, cursor=start.cursor, min_group_size=2, max_group_tries=2,
-            harness_session_factory=FakeFactory, model_name="policy", dataset=dataset, reward_funcs=[],
+            stop=stop, advantage="std",
+            harness_session_factory=functools.partial(FakeFactory, folder), model_name="policy", dataset=dataset, reward_funcs=[],
             processing_class=tokenizer, eos_token_ids=[tokenizer.eos_token_id], num_generations=GENERATIONS,
             max_inflight_tasks=1, queue_maxsize=6,
         )  # fmt: skip
         args = AsyncGRPOConfig(
-            str(run.checkpoints), seed=cfg.run.seed, max_steps=STEPS, learning_rate=1e-3, token_budget=0,
-            lr_scheduler_type="linear", per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            str(run.checkpoints), seed=cfg.run.seed, max_steps=STEPS, learning_rate=1e-3,
+            lr_scheduler_type="linear", per_device_train_batch_size=1, gradient_accumulation_steps=1,
             num_generations=GENERATIONS, max_staleness=1000, dtype="float32", bf16=False, use_cpu=True,
             save_steps=SAVE_STEPS, save_total_limit=None, report_to="none", disable_tqdm=True, logging_steps=1,
         )  # fmt: skip
-        trainer = ResumableTrainer(
+        trainer = WholeGroupTrainer(
             model=str(MODEL), args=args, train_dataset=dataset, processing_class=tokenizer,
             peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=list(cfg.lora.target_modules)),
             rollout_worker=worker, weight_transfer=FakeTransfer(run), pulse=pulse, run=run, start=start,
+            algorithm=cfg.algorithm, samples_per_row=2, resume_steps=RESUME_STEPS,
+            limits=scheduler.Limits(1, 1000, max_open_groups=3, min_group_size=2, max_group_tries=2),
             callbacks=[RunRecorder(run, pulse, stop, RatioGuard((0.0, 1e9), 1), [], keep_checkpoints=100)],
             save_state=functools.partial(resume.write_state, cfg=cfg),
         )  # fmt: skip

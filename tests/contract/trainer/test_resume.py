@@ -65,6 +65,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunDir]
     first, other = Attempt(killed), Attempt(whole)
     try:
         first.kill_after_step(random.randint(1, STEPS - 4))  # not so late that nothing is left to resume
+        newest = resume.newest(killed)
+        print(f"newest checkpoint: {newest}")
         killed_at = len(run_dir.read_lines(killed.trained))
         print(f"killed after step {killed_at}")
         Attempt(killed).finish()
@@ -76,8 +78,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunDir]
     yield {"whole": whole, "killed": killed}
 
 
-def trained(run: RunDir) -> dict[int, list[tuple[int, ...]]]:
-    return {line["step"]: [tuple(sample) for sample in line["samples"]] for line in run_dir.read_lines(run.trained)}
+def trained(run: RunDir) -> dict[int, tuple[list[int], int]]:
+    """By step: the groups, and how many rollouts they had."""
+    return {line["step"]: (line["groups"], line["rollouts"]) for line in run_dir.read_lines(run.trained)}
 
 
 def last(run: RunDir) -> Path:
@@ -89,21 +92,20 @@ def test_every_step_trained_the_samples_that_the_whole_run_trained(runs: dict[st
     assert trained(runs["killed"]) == trained(runs["whole"])
 
 
-def test_no_sample_is_trained_twice_and_no_task_is_lost(runs: dict[str, RunDir]) -> None:
+def test_no_group_is_trained_twice_and_no_task_is_lost(runs: dict[str, RunDir]) -> None:
     lines = run_dir.read_lines(runs["killed"].trained)
-    samples = Counter(tuple(sample) for line in lines for sample in line["samples"])
-    assert max(samples.values()) == 1
+    groups = Counter(position for line in lines for position in line["groups"])
+    assert max(groups.values()) == 1
     # A group without one scored rollout is made again when the worker comes round to it, and then given up.
-    cursor = (run_dir.read_json(last(runs["killed"]) / resume.ROLLOUT_STATE) or {})["cursor"]
-    again = cursor["again"]
-    dropped = [position for line in lines for position in line["dropped"]] + cursor["dropped"]
+    state = run_dir.read_json(last(runs["killed"]) / resume.ROLLOUT_STATE) or {}
+    dropped = [position for line in lines for position in line["dropped"]] + state["cursor"]["dropped"]
     assert len(dropped) == len(set(dropped))
-    positions = {position for position, *_ in samples}
-    # The last group may be cut by the last step; all before it are whole, or dropped.
-    for position in range(max(positions)):
-        expected = 0 if position % 7 == 6 else GENERATIONS - (position % 5 == 4)
-        assert sum(1 for key in samples if key[0] == position) == expected, position
-        assert (expected == 0) == (position in dropped or position in again)
+    known = {*groups, *dropped, *state["cursor"]["again"], *state["pending_positions"]}
+    assert known >= set(range(state["cursor"]["next"]))
+    assert all(position % 7 == 6 for position in dropped)
+    for line in lines:
+        expected = sum(GENERATIONS - (position % 5 == 4) for position in line["groups"])
+        assert line["rollouts"] == expected, line
 
 
 @pytest.mark.parametrize("step", range(SAVE_STEPS, STEPS + 1, SAVE_STEPS))
