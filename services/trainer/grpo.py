@@ -79,6 +79,7 @@ class StoppableWorker(HarnessRolloutWorker):
     _loop_cls = RolloutLoop
 
     def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
+        """Args: stop: set by SIGTERM and SIGINT. kwargs: of TRL's worker and of ``RolloutLoop``."""
         super().__init__(**kwargs)
         self.rollout_buffer = WorkerChannel(self._mp_ctx)
         self._stop_flag = stop
@@ -149,7 +150,7 @@ class WholeGroupTrainer(AsyncGRPOTrainer):
         # The first sync serves the checkpoint's adapter again, under the next version that was never used.
         later = start.served_version + 1 - start.saved_version
         pending = [ScoredGroup.from_json(group).counted_on(later) for group in start.pending]
-        self.scheduler = GroupScheduler(self.rollout_queue, limits, start.cursor, pending)
+        self.scheduler = GroupScheduler(self.rollout_worker.rollout_buffer, limits, start.cursor, pending)
         self.rollout_worker.scheduler = self.scheduler
         # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
         self.callback_handler.callbacks.insert(0, _Accounts(self))
