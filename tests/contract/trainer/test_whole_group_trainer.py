@@ -204,15 +204,15 @@ def test_one_step_may_hold_several_versions(build):
 
 
 def test_a_group_beyond_the_limit_is_not_trained_and_is_named(build, tmp_path):
-    trainer = build(max_steps=1, learning_rate=0.0, max_staleness=0)
+    trainer = build(max_steps=1, learning_rate=0.0, max_staleness=1)
     packing.install(trainer.model)
-    put(trainer, 0, versions=(1, 1, 1, 0))
+    put(trainer, 0, versions=(1, 1, 1, -1))
     put(trainer, 1)
     trainer.train()
     assert logged(trainer, "groups/dropped_stale_total") == [1.0]
     (line,) = run_dir.read_lines(tmp_path / "run" / "trained.jsonl")
     assert line["groups"] == [1]
-    assert line["stale"] == [{"position": 0, "age": 1.0, "tokens": sum(LENGTHS), "rollouts": 4}]
+    assert line["stale"] == [{"position": 0, "age": 2.0, "tokens": sum(LENGTHS), "rollouts": 4}]
 
 
 def test_a_silent_group_costs_no_backward_pass_and_the_optimizer_steps_with_gradients_of_0(build):
