@@ -165,6 +165,11 @@ STEP: tuple[Metric, ...] = (
     Metric("perf/trained_tok_s_wall_clock", "Supervised tokens a second, waiting included."),
     Metric("perf/mfu", "Model FLOPs utilisation of the trainer's GPU."),
     Metric("weight_sync/version", "Version of the adapter that the policy serves; 1 is B = 0."),
+    Metric("lora/b_rms", "Root mean square over all B of the adapter that is served."),
+    Metric(
+        "weight_sync/kept_share",
+        "Share of the adapter's change that the served weights have after rounding; 1 is all of it, absent while B = 0.",
+    ),
     Metric("weight_sync/bytes", "Bytes of the adapter's factors that were sent."),
     Metric("weight_sync/pack_s", "Seconds to pack the factors."),
     Metric("weight_sync/transfer_s", "Seconds to send them; generation goes on."),

@@ -41,6 +41,8 @@ class LoraFactorSync:
         """Of the last sync, in seconds but for ``bytes`` and ``version``. ``transfer_s``: asking the workers to
         receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which nothing was sampled for
         ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof, afterwards."""
+        self.last_change: dict[str, float] = {}
+        """Of the last sync: ``lora/b_rms`` and, unless B is 0, ``weight_sync/kept_share``."""
         self.last_canary: CanaryResult | None = None
         self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
         self._settings = recipe.weight_sync
@@ -70,8 +72,9 @@ class LoraFactorSync:
         self._base_weight, self._canary = base_weight, canary
 
     def metrics(self) -> dict[str, float]:
-        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, canary difference."""
-        found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()}
+        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, the size of B and the share
+        of its change that is served, canary difference."""
+        found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()} | self.last_change
         if self.last_canary is not None:
             found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
         return found
@@ -248,8 +251,11 @@ class LoraFactorSync:
         server, url = self._server, self._server.url
         timeout_s = self._settings.transfer_timeout_s
         merged = None
+        self.last_change = {"lora/b_rms": proof.b_rms(self._layout, self._buffer)}
         if self._base_weight is not None:
-            merged = proof.merged_checksums(self._layout, self._buffer, self._base_weight)
+            merged = proof.merged_again(self._layout, self._buffer, self._base_weight)
+            if merged.kept_share is not None:
+                self.last_change["weight_sync/kept_share"] = merged.kept_share
         reports = server.reports(timeout_s)
         proof.received(reports, self.version, f"{checksum(self._buffer):016x}", url)
         served = proof.whole_checksums(reports, "targets")
@@ -258,7 +264,7 @@ class LoraFactorSync:
             base = proof.base_checksums(served, self._base_weight, self._dtype)
             proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
         if merged is not None:
-            proof.same("merged weights", merged, served, url)
+            proof.same("merged weights", merged.checksums, served, url)
         if in_full and self._canary is not None:
             self.last_canary = self._canary.check(server, self.version, timeout_s)
         self._proved = True

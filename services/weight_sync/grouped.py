@@ -7,6 +7,7 @@ read once and the result written once; what is left is one float32 operation an 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,18 +84,22 @@ class Group:
 
     def merge(self, scale: float) -> None:
         """Write ``W0 + scale * B @ A`` to every ``out``, on the current stream."""
-        self._launch_merge(scale, self._u, write=True)
+        self._launch_merge(scale, self._u, self._u, write=True)
 
-    def merged_checksums(self, scale: float) -> torch.Tensor:
-        """int64 of shape (matrices,): checksum of what ``merge`` would write. Nothing is written."""
+    def merged_sums(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what ``merge`` would write, for each matrix; nothing is written.
+
+        Returns: checksums, int64 of shape (matrices,), and ``merge.kept_sums``, float64 of shape (matrices, 2).
+        """
         sums = torch.zeros(len(self._matrices), dtype=torch.int64, device=self._device)
-        self._launch_merge(scale, sums, write=False)
-        return sums
+        kept = torch.zeros((len(self._matrices), 2), dtype=torch.float64, device=self._device)
+        self._launch_merge(scale, sums, kept, write=False)
+        return sums, kept
 
     def checksums(self, of_base: bool = False) -> torch.Tensor:
         """int64 of shape (matrices,): checksum of every ``out`` (or W0) as it lies in memory."""
         sums = torch.zeros(len(self._matrices), dtype=torch.int64, device=self._device)
-        with torch.cuda.device(self._device):
+        with self._on_device():
             _checksum[(len(self._matrix_of_tile),)](
                 self._table, self._matrix_of_tile, self._u, self._v, sums,
                 FIELDS=_FIELDS, ALIGNED=self._aligned, OF=1 if of_base else 0, BITS=8 * self._dtype.itemsize,
@@ -102,10 +107,10 @@ class Group:
             )  # fmt: skip
         return sums
 
-    def _launch_merge(self, scale: float, sums: torch.Tensor, write: bool) -> None:
-        with torch.cuda.device(self._device):
+    def _launch_merge(self, scale: float, sums: torch.Tensor, kept: torch.Tensor, write: bool) -> None:
+        with self._on_device():
             _merge[(len(self._matrix_of_tile),)](
-                self._table, self._matrix_of_tile, self._u, self._v, sums, float(scale),
+                self._table, self._matrix_of_tile, self._u, self._v, sums, kept, float(scale),
                 FIELDS=_FIELDS, ALIGNED=self._aligned, BITS=8 * self._dtype.itemsize,
                 BFLOAT=self._dtype == torch.bfloat16,
                 # A product of two numbers of 11 bits at most is exact in float32 (``merge.sendable`` keeps it from
@@ -114,6 +119,10 @@ class Group:
                 FOUR=self._four, RANK=self._rank, ROWS=ROWS, COLUMNS=COLUMNS, WRITE=write, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """The kernels' device as the current one; nothing for a CPU, on which Triton's interpreter runs them."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
 
 def checksum_of(matrix: torch.Tensor, first_row: int, first_column: int) -> int:
@@ -180,11 +189,12 @@ def _four(total, pointer, inside, right0, right1, right2, right3):
 
 @triton.jit
 def _merge(
-    table, matrix_of_tile, u, v, sums, scale,
+    table, matrix_of_tile, u, v, sums, kept, scale,
     FIELDS: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, BFLOAT: tl.constexpr, EXACT_PRODUCTS: tl.constexpr,
     FOUR: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``ROWS`` rows by ``COLUMNS`` columns of one matrix; write them, or add their checksum to ``sums``.
+    """Merge ``ROWS`` rows by ``COLUMNS`` columns of one matrix; write them, or add up their checksum in ``sums`` and how
+    much of the change they keep in ``kept``.
 
     The sums are 1-D on purpose: each thread then holds neighbours of a row and reads A as one vector. For a 2-D tile
     the compiler chose layouts, and others in each release, that took two to four times as long.
@@ -245,8 +255,10 @@ def _merge(
         s7 = _accumulate(s7, _b(left + 7 * b_stride + k, row + 7 < rows), right, EXACT_PRODUCTS)
     totals = (s0, s1, s2, s3, s4, s5, s6, s7)
     weighted = tl.zeros((COLUMNS,), dtype=tl.int64)
+    along = tl.zeros((COLUMNS,), dtype=tl.float32)
+    whole = along
     for i in tl.static_range(ROWS):
-        total = totals[i] * scale
+        total = totals[i] * scale  # 0 outside the matrix, where A or B is
         here = inside & (row + i < rows)
         base = tl.load(w0 + (row + i) * w0_stride + column, mask=here, other=0.0).to(tl.float32)
         result = tl.where(total == 0, base, base + total).to(w0.dtype.element_ty)
@@ -256,7 +268,11 @@ def _merge(
             bits = _bits(result, BITS)
             row_weight = tl.load(u + tl.load(entry + 10) + row + i, mask=row + i < rows, other=0)
             weighted += tl.where(here, bits, 0) * row_weight
+            along += (result.to(tl.float32) - base) * total
+            whole += total * total
     if not WRITE:
+        tl.atomic_add(kept + 2 * matrix, tl.sum(along).to(tl.float64), sem="relaxed")
+        tl.atomic_add(kept + 2 * matrix + 1, tl.sum(whole).to(tl.float64), sem="relaxed")
         column_weight = tl.load(v + tl.load(entry + 11) + column, mask=inside, other=0)
         tl.atomic_add(sums + matrix, tl.sum(weighted * column_weight), sem="relaxed")
 

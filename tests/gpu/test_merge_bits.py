@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from services.weight_sync.checksum import checksum  # noqa: E402
 from services.weight_sync.grouped import Group, Matrix  # noqa: E402
-from services.weight_sync.merge import merged, reference, sendable  # noqa: E402
+from services.weight_sync.merge import change, kept_sums, merged, reference, sendable  # noqa: E402
 
 SHAPES = [(2048, 2048, 32), (10752, 2048, 32), (2048, 10752, 32), (130, 257, 7), (1, 1, 1)]
 
@@ -51,11 +51,15 @@ def test_a_group_of_several_shapes_is_merged_and_summed_like_each_alone(dtype):
         matrices.append(Matrix(w0, a, b, torch.empty_like(w0), first_row=seed, first_column=3 * seed))
         expected.append(reference(w0.cpu(), a.cpu(), b.cpu(), 0.7))
     group = Group(matrices)
-    before = group.merged_checksums(0.7).tolist()
+    before, kept = group.merged_sums(0.7)
+    before = before.tolist()
     group.merge(0.7)
     sums = [checksum(e, m.first_row, m.first_column) for e, m in zip(expected, matrices, strict=True)]
     assert [value % 2**64 for value in before] == sums
     assert [value % 2**64 for value in group.checksums().tolist()] == sums
+    parts = zip(matrices, expected, strict=True)
+    sums = [kept_sums(m.w0.cpu(), e, change(m.a.cpu(), m.b.cpu(), 0.7)) for m, e in parts]
+    assert torch.allclose(kept.cpu(), torch.stack(sums), rtol=1e-5)
     bases = [checksum(m.w0.cpu(), m.first_row, m.first_column) for m in matrices]
     assert [value % 2**64 for value in group.checksums(of_base=True).tolist()] == bases
     for matrix, value in zip(matrices, expected, strict=True):

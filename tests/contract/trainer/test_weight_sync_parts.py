@@ -117,6 +117,57 @@ def test_merge_refuses_shapes_that_do_not_fit():
         merged(random(4, 6), random(2, 5), random(4, 2), 1.0)
 
 
+# -- how much of a change is served ----------------------------------------------------------------------------
+
+
+def packed(dtype: torch.dtype, size: float) -> tuple[factors.Layout, torch.Tensor, dict[str, torch.Tensor]]:
+    """Two targets of a real model's sizes: weights N(0, 0.02), A as PEFT starts it, B of the size that is asked for."""
+    shapes = {"model.layers.0.feed_forward.w1": (1024, 512), "model.layers.1.self_attn.q_proj": (512, 512)}
+    pairs = {
+        name: ((torch.rand(32, columns, generator=generator(seed)) * 2 - 1) / columns**0.5,
+               torch.randn(rows, 32, generator=generator(seed + 10)) * size)
+        for seed, (name, (rows, columns)) in enumerate(shapes.items())
+    }  # fmt: skip
+    base = {name: (random(*shape, seed=7) * 0.02).to(dtype) for name, shape in shapes.items()}
+    layout = factors.Layout.of(pairs, dtype, 2.0)
+    buffer = layout.empty("cpu")
+    layout.pack(pairs, buffer)
+    return layout, buffer, base
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_kept_share_is_the_projection_of_what_was_served_on_what_was_asked_for():
+    layout, buffer, base = packed(torch.bfloat16, 1e-4)
+    along = whole = 0.0
+    for name, (a, b) in layout.unpack(buffer).items():
+        asked = 2.0 * (b.double() @ a.double())
+        moved = merged(base[name], a, b, 2.0).double() - base[name].double()
+        along, whole = along + float((moved * asked).sum()), whole + float((asked * asked).sum())
+    found = proof.merged_again(layout, buffer, base.__getitem__)
+    assert found.kept_share == pytest.approx(along / whole, rel=1e-4)
+    assert 0.1 < found.kept_share < 0.9
+    assert found.checksums == {
+        name: checksum(merged(base[name], a, b, 2.0)) for name, (a, b) in layout.unpack(buffer).items()
+    }
+
+
+def test_float32_serves_the_whole_change_and_b_of_0_has_none():
+    layout, buffer, base = packed(torch.float32, 1e-4)
+    assert proof.merged_again(layout, buffer, base.__getitem__).kept_share == pytest.approx(1, abs=1e-3)
+    layout, buffer, base = packed(torch.bfloat16, 0.0)
+    assert proof.merged_again(layout, buffer, base.__getitem__).kept_share is None
+    assert proof.b_rms(layout, buffer) == 0
+
+
+def test_b_rms_is_that_of_all_b_together():
+    layout, buffer, _ = packed(torch.float32, 3e-4)
+    together = torch.cat([b.flatten() for _, b in layout.unpack(buffer).values()])
+    assert proof.b_rms(layout, buffer) == pytest.approx(float(together.square().mean().sqrt()), rel=1e-5)
+
+
 # -- checksum --------------------------------------------------------------------------------------------------
 
 
