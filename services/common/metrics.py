@@ -168,7 +168,7 @@ STEP: tuple[Metric, ...] = (
     Metric("lora/b_rms", "Root mean square over all B of the adapter that is served."),
     Metric(
         "weight_sync/kept_share",
-        "Share of the adapter's change that the served weights have after rounding; 1 is all of it, absent while B = 0.",
+        "Share of the adapter's change that is left after rounding to the served type; 1 is all, absent while B = 0.",
     ),
     Metric("weight_sync/bytes", "Bytes of the adapter's factors that were sent."),
     Metric("weight_sync/pack_s", "Seconds to pack the factors."),

@@ -262,16 +262,17 @@ def served_checks(cfg: Recipe, model: torch.nn.Module, reports: proof.Reports, t
         on_disk = Adapter.load(Path(checkpoint))
     targets = {f"{target}.weight" for target in on_disk.factors}
 
-    def unlike(expected: Iterator[tuple[str, torch.Tensor]], found: Mapping[str, int]) -> int:
-        sums = {name.removesuffix(".weight"): checksum(weight) for name, weight in expected if name in targets}
+    def unlike(weights: Iterator[tuple[str, torch.Tensor]], found: Mapping[str, int]) -> int:
+        sums = {name.removesuffix(".weight"): checksum(weight) for name, weight in weights if name in targets}
         return sum(found.get(name) != value for name, value in sums.items())
 
     pristine = ((name, weight.to(dtype)) for name, weight in read_weights(folder))
+    expected = merged_weights(folder, on_disk, dtype, cfg.weight_sync.rounding)
     return [
         none_of(f"policy's base weights that {times} changed",
                 unlike(pristine, proof.whole_checksums(reports, "base")), len(targets)),
         none_of("served weights unlike saved adapter + pristine base",
-                unlike(merged_weights(folder, on_disk, dtype), proof.whole_checksums(reports, "targets")),
+                unlike(expected, proof.whole_checksums(reports, "targets")),
                 len(targets)),
     ]  # fmt: skip
 

@@ -72,8 +72,8 @@ class LoraFactorSync:
         self._base_weight, self._canary = base_weight, canary
 
     def metrics(self) -> dict[str, float]:
-        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, the size of B and the share
-        of its change that is served, canary difference."""
+        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, canary difference, and
+        ``last_change``."""
         found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()} | self.last_change
         if self.last_canary is not None:
             found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
@@ -197,7 +197,7 @@ class LoraFactorSync:
             raise WeightSyncError(self._server.url, "pack", "not connected; call init_weight_transfer first")
         started = time.perf_counter()
         pairs = factors.collect(iterator)
-        layout = factors.Layout.of(pairs, self._dtype, self._scale)
+        layout = factors.Layout.of(pairs, self._dtype, self._scale, self._settings.rounding)
         if layout != self._layout or self._buffer is None:
             self._layout, self._layout_sent = layout, False
             self._buffer = layout.empty(self._device)

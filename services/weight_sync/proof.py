@@ -61,13 +61,13 @@ def merged_again(layout: Layout, buffer: torch.Tensor, base: BaseWeight) -> Merg
     if buffer.device.type == "cuda" and HAS_TRITON:
         from services.weight_sync.grouped import Group, Matrix
 
-        group = Group([Matrix(weights[name], a, b) for name, (a, b) in factors.items()])
+        group = Group([Matrix.of(weights[name], a, b, None, layout.dither(name)) for name, (a, b) in factors.items()])
         sums, kept = group.merged_sums(layout.scale)
         return Merged(_unsigned(factors, sums), merge.kept_share(kept.cpu()))
     checksums, parts = {}, []
     for name, (a, b) in factors.items():
         total = merge.change(a, b, layout.scale)
-        served = merge.rounded(weights[name], total)
+        served = merge.rounded(weights[name], total, layout.dither(name))
         checksums[name] = checksum(served)
         parts.append(merge.kept_sums(weights[name], served, total))
     return Merged(checksums, merge.kept_share(torch.stack(parts)))

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 from services.weight_sync.checksum import checksum  # noqa: E402
+from services.weight_sync.dither import Dither  # noqa: E402
 from services.weight_sync.grouped import Group, Matrix  # noqa: E402
 from services.weight_sync.merge import change, kept_sums, reference  # noqa: E402
 
@@ -45,15 +46,18 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def compare(dtype: torch.dtype, rank: int, size: float) -> None:
+def compare(dtype: torch.dtype, rank: int, size: float, dithered: bool) -> None:
     matrices, expected, kept = [], [], []
     for seed, (rows, columns) in enumerate(SHAPES):
         w0 = random(rows, columns, dtype=dtype, seed=seed)
         a = random(rank, columns, dtype=dtype, seed=seed + 10)
+        w0[0, 0] = -0.0
+        if rows > 1:
+            w0[1, :2] = torch.tensor([torch.nan, torch.inf])
         b = random(rows, rank, dtype=dtype, seed=seed + 20) * size
-        place = {"first_row": 5 * seed, "first_column": 3 * seed}
-        matrices.append(Matrix(w0, a, b, torch.full_like(w0, 7), **place))
-        expected.append(reference(w0, a, b, SCALE))
+        dither = Dither(f"target {seed}", first_row=5 * seed, first_column=3 * seed) if dithered else None
+        matrices.append(Matrix.of(w0, a, b, torch.full_like(w0, 7), dither))
+        expected.append(reference(w0, a, b, SCALE, dither))
         kept.append(kept_sums(w0, expected[-1], change(a, b, SCALE)))
     group = Group(matrices)
     sums, kept_found = group.merged_sums(SCALE)
@@ -61,14 +65,14 @@ def compare(dtype: torch.dtype, rank: int, size: float) -> None:
     wanted = [checksum(e, m.first_row, m.first_column) for e, m in zip(expected, matrices, strict=True)]
     assert [value % 2**64 for value in sums.tolist()] == wanted
     assert [value % 2**64 for value in group.checksums().tolist()] == wanted
-    torch.testing.assert_close(kept_found, torch.stack(kept), rtol=1e-4, atol=0)
+    torch.testing.assert_close(kept_found, torch.stack(kept), rtol=1e-4, atol=0, equal_nan=True)
     for matrix, value in zip(matrices, expected, strict=True):
         assert torch.equal(matrix.out.view(torch.uint8), value.view(torch.uint8))
 
 
 # The interpreter cuts float32 to bfloat16 where a GPU rounds: the nearest bfloat16 is compared on a GPU only.
-for dtype in (torch.float32, torch.float16):
+for dtype, dithered in ((torch.float32, False), (torch.float32, True), (torch.float16, False), (torch.bfloat16, True)):
     for rank in (4, 3):
-        for size in (1.0, 1e-3):
-            compare(dtype, rank, size)
+        for size in (1.0, 1e-3, 0.0):
+            compare(dtype, rank, size, dithered)
 print("equal")

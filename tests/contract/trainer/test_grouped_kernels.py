@@ -25,8 +25,8 @@ from services.weight_sync import grouped  # noqa: E402
 
 TABLES = {"table": "*i64", "matrix_of_tile": "*i32", "u": "*i64", "v": "*i64", "sums": "*i64"}
 MERGING = {**TABLES, "kept": "*fp64", "scale": "fp32"}
-COMMON = {"FIELDS": 13, "BITS": 16, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS}
-MERGE = {**COMMON, "BFLOAT": True, "EXACT_PRODUCTS": True, "FOUR": True, "RANK": 32}
+COMMON = {"FIELDS": 14, "BITS": 16, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS}
+MERGE = {**COMMON, "BFLOAT": True, "EXACT_PRODUCTS": True, "FOUR": True, "RANK": 32, "DITHER": False}
 
 
 def instructions(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> Counter[str]:
@@ -56,6 +56,15 @@ def test_products_that_float32_cannot_hold_are_not_fused():
     assert instructions(grouped._merge, MERGING, constants)["fma.rn.f32"] == 0
 
 
+def test_stochastic_rounding_keeps_the_loads_wide_and_costs_two_multiplications_an_element():
+    constants = {**MERGE, "ALIGNED": True, "WRITE": True, "DITHER": True}
+    found = instructions(grouped._merge, MERGING, constants)
+    elements = grouped.COLUMNS * grouped.ROWS // (32 * grouped.WARPS)
+    assert found["ld.global.b16"] == 0 and found["st.global.v4.b32"] >= elements // 8
+    assert found["fma.rn.f32"] == 4 * elements
+    assert found["mul.lo.s32"] == 2 * elements
+
+
 def test_checksums_read_16_bytes_at_a_time():
     found = instructions(grouped._checksum, TABLES, {**COMMON, "ALIGNED": True, "OF": 0})
     assert found["ld.global.v4.b32"] >= grouped.ROWS
@@ -69,7 +78,7 @@ def test_matrices_at_odd_addresses_and_of_odd_ranks_are_merged_too(write, rank):
 
 
 def test_the_kernels_compute_the_bits_and_the_sums_of_the_loops_that_define_them():
-    """In Triton's interpreter, so without what a compiler adds; in a process of its own, as it replaces the compiler."""
+    """In Triton's interpreter, without what a compiler adds; in a process of its own, as it replaces the compiler."""
     script = Path(__file__).with_name("interpreted_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)

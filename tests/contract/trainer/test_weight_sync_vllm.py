@@ -120,7 +120,7 @@ def test_the_served_policy_is_the_merged_model_and_the_checkpoint_on_the_pristin
     on_disk = Adapter.load(tmp_path / "adapter")
     expected = {
         name.removesuffix(".weight"): checksum(weight)
-        for name, weight in merged_weights(vllm_server.model, on_disk, torch.float32)
+        for name, weight in merged_weights(vllm_server.model, on_disk, torch.float32, "stochastic")
         if name.removesuffix(".weight") in on_disk.factors
     }
     assert whole_checksums(reports, "targets") == expected
