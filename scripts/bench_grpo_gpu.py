@@ -214,7 +214,7 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
     from trl.experimental.async_grpo import AsyncGRPOConfig
     from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
-    from services.trainer import attention, cpu, grpo, packing
+    from services.trainer import attention, cpu, grpo, packing, served_forward
     from services.trainer.sync import weight_transfer
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
@@ -265,6 +265,8 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
             ),
             rollout_worker=worker, weight_transfer=sync, callbacks=[Recorder()], pulse=pulse,
         )  # fmt: skip
+        if cfg.trainer.forward == "served":
+            served_forward.install(trainer.model, cfg.weight_sync.rounding)
         packing.install(trainer.model)
         sync.describe(trainer.model)
         sync.prove_with(

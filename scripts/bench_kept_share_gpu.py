@@ -11,6 +11,7 @@ stochastic rounding, the bits of the CPU's loop from the GPU's kernel, a merge w
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from services.weight_sync import dither, merge, proof
-from services.weight_sync.checksum import HAS_TRITON, checksum
+from services.weight_sync.checksum import checksum
+from services.weight_sync.copies import MergedCopies
 from services.weight_sync.factors import Layout
 
 SIZES = (1e-6, 1e-5, 1e-4)
@@ -85,7 +87,6 @@ class Model:
         self.size, self.device = size, device
         self._generator = torch.Generator(device).manual_seed(0)
         self.base = {name: (self._normal(*shape) * SIGMA).bfloat16() for name, shape in size.shapes().items()}
-        self.out = {name: torch.empty_like(w0) for name, w0 in self.base.items()}
         self._a = {
             name: ((torch.rand(size.rank, w0.shape[1], generator=self._generator, device=device) * 2 - 1)
                    / w0.shape[1] ** 0.5)
@@ -96,30 +97,13 @@ class Model:
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device)
 
-    def packed(self, b_size: float, rounding: dither.Rounding) -> tuple[Layout, torch.Tensor]:
+    def merged(self, b_size: float, rounding: dither.Rounding) -> MergedCopies:
+        """All targets with a B of that size."""
         pairs = {name: (a, self._b[name] * b_size) for name, a in self._a.items()}
-        layout = Layout.of(pairs, torch.bfloat16, SCALE, rounding)
-        buffer = layout.empty(self.device)
-        layout.pack(pairs, buffer)
-        return layout, buffer
-
-    def merger(self, layout: Layout, buffer: torch.Tensor) -> Callable[[], None]:
-        """A function that merges all targets into ``out``, as the policy does."""
-        factors = layout.unpack(buffer)
-        if self.device == "cuda" and HAS_TRITON:
-            from services.weight_sync.grouped import Group, Matrix
-
-            group = Group([
-                Matrix.of(self.base[name], a, b, self.out[name], layout.dither(name))
-                for name, (a, b) in factors.items()
-            ])  # fmt: skip
-            return lambda: group.merge(SCALE)
-
-        def one_by_one() -> None:
-            for name, (a, b) in factors.items():
-                merge.merged(self.base[name], a, b, SCALE, self.out[name], layout.dither(name))
-
-        return one_by_one
+        copies = MergedCopies(Layout.of(pairs, torch.bfloat16, SCALE, rounding), self.base)
+        copies.pack(pairs)
+        copies.merge()
+        return copies
 
     def sample(self) -> list[str]:
         """One target of each shape."""
@@ -152,32 +136,32 @@ def main() -> int:
 
 def zero(model: Model, results: Results) -> None:
     for rounding in ROUNDINGS:
-        model.merger(*model.packed(0.0, rounding))()
-        changed = sum(checksum(model.out[name]) != checksum(w0) for name, w0 in model.base.items())
+        served = model.merged(0.0, rounding).weights
+        changed = sum(checksum(served[name]) != checksum(w0) for name, w0 in model.base.items())
         results.add(f"B = 0, {rounding}: matrices that the merge changes", changed, passed=changed == 0)
 
 
 def kept(model: Model, b_size: float, rounding: dither.Rounding, results: Results) -> None:
     """Kept share, noise and bits of one rounding at one size of B."""
-    layout, buffer = model.packed(b_size, rounding)
-    model.merger(layout, buffer)()
-    found = proof.merged_again(layout, buffer, model.base.__getitem__)
+    copies = model.merged(b_size, rounding)
+    layout, served = copies.layout, copies.weights
+    found = proof.merged_again(layout, copies.buffer, model.base.__getitem__)
     label = f"|B| = {b_size:.0e}, {rounding}"
     share = float("nan") if found.kept_share is None else found.kept_share
     # So few elements as the tiny model has are no expectation.
     judged = rounding == "stochastic" and b_size < 1e-4 and model.size is not TINY
     results.add(f"{label}: kept share", share, passed=share >= ENOUGH if judged else None)
-    unlike = sum(checksum(model.out[name]) != value for name, value in found.checksums.items())
+    unlike = sum(checksum(served[name]) != value for name, value in found.checksums.items())
     results.add(f"{label}: matrices unlike their checksum", unlike, passed=unlike == 0)
-    moved = sum(int((model.out[name] != w0).sum()) for name, w0 in model.base.items())
+    moved = sum(int((served[name] != w0).sum()) for name, w0 in model.base.items())
     results.add(f"{label}: elements that moved", 100 * moved / sum(w0.numel() for w0 in model.base.values()), "%")
-    factors = layout.unpack(buffer)
+    factors = layout.unpack(copies.buffer)
     wrong, noise = 0, []
     for name in model.sample():
         w0, (a, b) = model.base[name], factors[name]
         expected = merge.reference(w0.cpu(), a.cpu(), b.cpu(), SCALE, layout.dither(name))
-        wrong += int((model.out[name].cpu().view(torch.int16) != expected.view(torch.int16)).sum())
-        noise.append(output_noise(w0, model.out[name], merge.change(a, b, SCALE)))
+        wrong += int((served[name].cpu().view(torch.int16) != expected.view(torch.int16)).sum())
+        noise.append(output_noise(w0, served[name], merge.change(a, b, SCALE)))
     results.add(f"{label}: elements unlike the CPU's, {len(noise)} matrices", wrong, passed=wrong == 0)
     results.add(f"{label}: output's noise over bf16's own rounding of it", statistics.mean(noise))
 
@@ -197,8 +181,8 @@ def versions(model: Model, results: Results) -> None:
     name = max(model.sample(), key=lambda target: model.base[target].numel())
     w0 = model.base[name]
     for b_size in SIZES:
-        layout, buffer = model.packed(b_size, "stochastic")
-        change = merge.change(*layout.unpack(buffer)[name], SCALE)
+        copies = model.merged(b_size, "stochastic")
+        change = merge.change(*copies.layout.unpack(copies.buffer)[name], SCALE)
         for label, second in (("fixed", name), ("other", "another")):
             before = merge.rounded(w0, change, dither.Dither(name)).float()
             after = merge.rounded(w0, change * 1.1, dither.Dither(second)).float()
@@ -208,12 +192,12 @@ def versions(model: Model, results: Results) -> None:
 
 def times(model: Model, results: Results) -> None:
     """Merge and proof of all targets; the roundings in turn, so that both meet the same machine."""
-    packed = {rounding: model.packed(1e-5, rounding) for rounding in ROUNDINGS}
-    work = {f"merge of all targets, {rounding}": model.merger(*packed[rounding]) for rounding in ROUNDINGS}
-    for rounding in ROUNDINGS:
-        layout, buffer = packed[rounding]
-        work[f"proof of all targets, {rounding}"] = lambda layout=layout, buffer=buffer: proof.merged_again(
-            layout, buffer, model.base.__getitem__
+    all_copies = {rounding: model.merged(1e-5, rounding) for rounding in ROUNDINGS}
+    work: dict[str, Callable[[], object]] = {}
+    for rounding, copies in all_copies.items():
+        work[f"merge of all targets, {rounding}"] = copies.merge
+        work[f"proof of all targets, {rounding}"] = functools.partial(
+            proof.merged_again, copies.layout, copies.buffer, model.base.__getitem__
         )
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(model.size.repeats + 1):

@@ -124,7 +124,7 @@ class Bench:
         if mode in SHARED:
             return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b-one-gpu.toml", changes)
         # Leaves room for W0 on the server's GPU, and for a trainer that sends a huge adapter.
-        changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6}
+        changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6, "trainer.forward": "adapter"}
         return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b.toml", changes)
 
     def note(self, name: str, value: Any) -> None:

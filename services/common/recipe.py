@@ -258,6 +258,10 @@ class Trainer(Section):
     """A checkpoint every so many steps, and one at the end."""
     keep_checkpoints: Positive = 4
     """Newest kept beside the best one."""
+    forward: Literal["served", "adapter"] = "served"
+    """What the trainer's forward pass computes with. ``served``: the merged weights, bit for bit the policy's, with
+    gradients straight through to A and B; takes memory for one more copy of the targets. ``adapter``: PEFT's, which
+    adds the adapter's part to an output that is rounded already, and in bfloat16 loses most of a young adapter."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, more time."""
     attn_implementation: Literal["kernels-community/flash-attn3", "varlen", "sdpa"] = "kernels-community/flash-attn3"
@@ -437,6 +441,11 @@ class Recipe(Section):
             raise ValueError(
                 f"weight_sync.mode is 'full' and transport {self.weight_sync.transport!r}; TRL streams merged weights "
                 "over 'nccl' only"
+            )
+        if self.weight_sync.mode == "full" and self.trainer.forward == "served":
+            raise ValueError(
+                "weight_sync.mode is 'full' and trainer.forward 'served'; TRL's own merge rounds otherwise, so set "
+                "trainer.forward to 'adapter'"
             )
         fraction = self.trainer.gpu_memory_fraction
         if fraction is None:

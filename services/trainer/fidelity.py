@@ -30,7 +30,7 @@ from trl.trainer.utils import add_fused_lm_head
 from services.common import recipe
 from services.common.errors import RecipeError, StoppedError, run_main
 from services.common.recipe import Recipe
-from services.trainer import attention, cpu, packing, sampling_check
+from services.trainer import attention, cpu, packing, sampling_check, served_forward
 from services.trainer.ratio import RATIO_AT_0, ratio_stats
 from services.weight_sync import names, proof
 from services.weight_sync.adapter import Adapter, base_hashes, drifted, merged_weights, read_weights
@@ -122,6 +122,8 @@ def with_adapter(cfg: Recipe, model: torch.nn.Module) -> torch.nn.Module:
         r=cfg.lora.r, lora_alpha=cfg.lora.alpha, target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM"
     )
     wrapped: torch.nn.Module = get_peft_model(model, config).train()
+    if cfg.trainer.forward == "served":
+        served_forward.install(wrapped, cfg.weight_sync.rounding)
     return wrapped
 
 

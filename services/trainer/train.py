@@ -113,7 +113,7 @@ def build(
 
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, control, cpu, grpo
+    from services.trainer import attention, control, cpu, grpo, served_forward
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
@@ -227,6 +227,8 @@ def build(
         start=start,
         save_state=functools.partial(resume.write_state, cfg=cfg),
     )
+    if cfg.trainer.forward == "served":
+        served_forward.install(trainer.model, cfg.weight_sync.rounding)
     packing.install(trainer.model)
     longest = min(cfg.model.max_model_len // 4, PACKING_CHECK_TOKENS)
     samples = [prompt_ids(tokenizer, longest)[:longest], prompt_ids(tokenizer, longest)[7 : 7 + longest // 3]]

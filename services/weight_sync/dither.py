@@ -73,6 +73,6 @@ def to_bfloat16(value: torch.Tensor, dither: Dither) -> torch.Tensor:
     """Round a float32 matrix. A bfloat16 is the upper half of a float32, so the lower half is the distance from the
     grid point next to 0, in units of 2**-16 of a step: adding a uniform number and cutting rounds up as often as that.
     """
-    bits = value.view(torch.int32) + thresholds(*value.shape, dither, value.device)
+    bits = value.view(torch.int32) + thresholds(value.shape[0], value.shape[1], dither, value.device)
     cut = (bits & ~0xFFFF).view(torch.float32)
     return torch.where(value.isnan(), value, cut).to(torch.bfloat16)

@@ -94,7 +94,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 def full() -> Recipe:
     changes = {
         "weight_sync.mode": "full", "weight_sync.transport": "nccl", "weight_sync.transfer_timeout_s": 5,
-        "weight_sync.init_timeout_s": 5, "weight_sync.canary_every": 2,
+        "weight_sync.init_timeout_s": 5, "weight_sync.canary_every": 2, "trainer.forward": "adapter",
     }  # fmt: skip
     return recipe.load(RECIPES / "smoke.toml", changes)
 
