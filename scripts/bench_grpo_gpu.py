@@ -272,7 +272,7 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
         sync.prove_with(
             base_weight=functools.partial(base_weight, trainer.model),
             canary=Canary(
-                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff
+                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_mean_abs_logprob_diff
             ),
         )
         trainer.train()
@@ -284,7 +284,7 @@ def report(steps: list[dict[str, float]], wanted: int, cfg: Recipe) -> bool:
     columns = (
         "step", "loss", "grad_norm", "reward", "ratio/staleness_0", "kl/staleness_0", "weight_sync/paused_s",
         "weight_sync/transfer_s", "weight_sync/merge_s", "weight_sync/verify_s",
-        "weight_sync/canary_max_abs_logprob_diff",
+        "weight_sync/canary_mean_abs_logprob_diff",
     )  # fmt: skip
     table = Table(*(column.replace("weight_sync/", "sync ") for column in columns))
     for step in steps:

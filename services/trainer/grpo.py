@@ -21,6 +21,7 @@ from services.common import run_dir
 from services.common.health import Pulse
 from services.common.run_dir import RunDir
 from services.common.signals import StopFlag
+from services.trainer import resume
 from services.trainer.groups import GroupBook
 from services.trainer.resume import Cursor, Start
 from services.trainer.rollout_loop import RolloutLoop
@@ -151,6 +152,12 @@ class ResumableTrainer(FactorSyncTrainer):
         loss = super().training_step(*args, **kwargs)
         self.book.trained_row()
         return loss
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # whose learning rate would win over the recipe's
+            rates = self.args.learning_rate, self.args.adam_beta1, self.args.adam_epsilon
+            resume.obey(self.optimizer, self.lr_scheduler, *rates)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._pulse.set("saving")

@@ -38,11 +38,13 @@ class LoraFactorSync:
         self.version = 0
         """Of the adapter that is served; each sync adds one."""
         self.last_timings: dict[str, float] = {}
-        """Of the last sync, in seconds but for ``bytes`` and ``version``. ``transfer_s``: asking the workers to
+        """Of the last sync, in seconds but for ``bytes``, ``version`` and ``put_back`` (requests). ``transfer_s``: asking the workers to
         receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which nothing was sampled for
         ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof, afterwards."""
         self.last_change: dict[str, float] = {}
         """Of the last sync: ``lora/b_rms`` and, unless B is 0, ``weight_sync/kept_share``."""
+        self.put_back = 0.0
+        """Running requests that all syncs so far have put back."""
         self.last_canary: CanaryResult | None = None
         self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
         self._settings = recipe.weight_sync
@@ -76,6 +78,7 @@ class LoraFactorSync:
         ``last_change``."""
         found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()} | self.last_change
         if self.last_canary is not None:
+            found["weight_sync/canary_mean_abs_logprob_diff"] = self.last_canary.mean_abs_logprob_diff
             found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
         return found
 
@@ -232,6 +235,7 @@ class LoraFactorSync:
             version, settings.transfer_timeout_s, timeout_s + MARGIN_S, resume=self._paused_at is None
         )
         self.version = version
+        self.put_back += found["put_back"]
         self.last_timings |= {**found, "version": version, "apply_s": time.perf_counter() - started}
 
     def _abandon(self) -> None:
