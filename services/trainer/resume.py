@@ -185,12 +185,8 @@ def obey(optimizer: Any, scheduler: Any, learning_rate: float, adam_beta1: float
     rates = [learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
     schedule._last_lr = rates
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group |= {
-            "initial_lr": learning_rate,
-            "lr": rate,
-            "eps": adam_epsilon,
-            "betas": (adam_beta1, group["betas"][1]),
-        }
+        group |= {"initial_lr": learning_rate, "lr": rate, "eps": adam_epsilon}
+        group["betas"] = (adam_beta1, group["betas"][1])
 
 
 # --- What a resume undoes -----------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class PolicyLoad:
         """Since the last call: ``idle/policy``, share of the samples in which no request was running;
         ``policy/waiting``, mean over the samples; ``policy/running``, mean requests, from the seconds that those which
         ended had run; ``policy/prefix_cache_hit_share`` of prompt tokens; ``policy/prompt_tok_s``,
-        ``policy/generated_tok_s``; ``policy/preemptions``, without those of weight syncs; ``cpu/policy_cores`` (vLLM's API server, without its engine)
-        and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
+        ``policy/generated_tok_s``; ``policy/preemptions``, without those of weight syncs; ``cpu/policy_cores`` (vLLM's
+        API server, without its engine) and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
         page = self.sample()
         with self._lock:
             running, self._running = self._running, []

@@ -38,9 +38,10 @@ class LoraFactorSync:
         self.version = 0
         """Of the adapter that is served; each sync adds one."""
         self.last_timings: dict[str, float] = {}
-        """Of the last sync, in seconds but for ``bytes``, ``version`` and ``put_back`` (requests). ``transfer_s``: asking the workers to
-        receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which nothing was sampled for
-        ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof, afterwards."""
+        """Of the last sync, in seconds but for ``bytes``, ``version`` and ``put_back`` (requests). ``transfer_s``:
+        asking the workers to receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which
+        nothing was sampled for ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof,
+        afterwards."""
         self.last_change: dict[str, float] = {}
         """Of the last sync: ``lora/b_rms`` and, unless B is 0, ``weight_sync/kept_share``."""
         self.put_back = 0.0

@@ -161,7 +161,7 @@ def test_the_canary_is_scored_on_the_first_and_each_nth_sync_and_stops_the_run(s
             scored.append(version)
             if version == 4:
                 raise StoppedError("the canary disagrees")
-            return canary.CanaryResult(0.25, 1, -1.0, -1.25)
+            return canary.CanaryResult(0.125, 0.25, 1, -1.0, -1.25)
 
     found.prove_with(canary=Probe())
     for _ in range(3):
