@@ -224,7 +224,7 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, cpu, grpo, packing, resume, scheduler
+    from services.trainer import attention, cpu, grpo, packing, resume, scheduler, served_forward
     from services.trainer.sync import weight_transfer
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
@@ -277,12 +277,14 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
             algorithm=cfg.algorithm, limits=scheduler.limits(cfg), samples_per_row=cfg.trainer.samples_per_row,
             resume_steps=None, run=run, start=resume.Start(), save_state=lambda *_arguments: None,
         )  # fmt: skip
+        if cfg.trainer.forward == "served":
+            served_forward.install(trainer.model, cfg.weight_sync.rounding)
         packing.install(trainer.model)
         sync.describe(trainer.model)
         sync.prove_with(
             base_weight=functools.partial(base_weight, trainer.model),
             canary=Canary(
-                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff
+                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_mean_abs_logprob_diff
             ),
         )
         trainer.train()
@@ -294,7 +296,7 @@ def report(steps: list[dict[str, float]], wanted: int, cfg: Recipe) -> bool:
     columns = (
         "step", "loss", "grad_norm", "reward", "ratio/staleness_0", "kl/staleness_0", "weight_sync/paused_s",
         "weight_sync/transfer_s", "weight_sync/merge_s", "weight_sync/verify_s",
-        "weight_sync/canary_max_abs_logprob_diff",
+        "weight_sync/canary_mean_abs_logprob_diff",
     )  # fmt: skip
     table = Table(*(column.replace("weight_sync/", "sync ") for column in columns))
     for step in steps:

@@ -30,7 +30,7 @@ from services.common.health import Pulse
 from services.common.recipe import Algorithm
 from services.common.run_dir import RunDir
 from services.common.signals import StopFlag
-from services.trainer import objective, resume_points, step_metrics
+from services.trainer import objective, resume, resume_points, step_metrics
 from services.trainer.groups import ScoredGroup
 from services.trainer.resume import Cursor, Start
 from services.trainer.rollout_loop import RolloutLoop
@@ -273,6 +273,12 @@ class WholeGroupTrainer(AsyncGRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._output_dir or super()._get_output_dir(trial))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # whose learning rate would win over the recipe's
+            rates = self.args.learning_rate, self.args.adam_beta1, self.args.adam_epsilon
+            resume.obey(self.optimizer, self.lr_scheduler, *rates)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._pulse.set("saving")

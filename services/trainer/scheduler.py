@@ -231,10 +231,7 @@ class GroupScheduler:
         left = [(self._last_version(group.oldest()), False) for group in self._ready[size:]]
         left += [(self._last_version(group.oldest(version)), True) for group in self._open.values()]
         turns = enumerate(sorted(left))
-        return any(
-            running and last < version + 1 + min(before // size, furthest)
-            for before, (last, running) in turns
-        )
+        return any(running and last < version + 1 + min(before // size, furthest) for before, (last, running) in turns)
 
     def _last_version(self, oldest: float) -> int:
         """Last policy version at which a group with this oldest rollout may still be trained."""
