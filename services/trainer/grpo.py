@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ from services.trainer.step_batch import packed_rows
 from services.weight_sync.names import lora_factors
 
 HAND_OVER_S = 15.0
-"""As long as TRL waits for the worker's process to end."""
+"""For the worker's process to end by itself and hand over what it has scored."""
+TERMINATE_S = 5.0
+"""For it to end when told to, before it is killed."""
 POLL_S = 5.0
 """Between two looks at the worker's health while the trainer waits for rollouts."""
 
@@ -48,10 +51,13 @@ class StopRequested(Exception):
 
 
 class WorkerChannel:
-    """``scheduler.Channel`` between processes. As the worker's ``rollout_buffer`` it is handed to the child by TRL."""
+    """``scheduler.Channel`` between processes. As the worker's ``rollout_buffer`` it is handed to the child by TRL.
 
-    def __init__(self, context: Any, maxsize: int) -> None:
-        self._groups = context.Queue(maxsize)
+    The queues have no bound of their own: the number of open groups is theirs.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._groups = context.Queue()
         self.tickets: Any = context.Queue()
         # Tickets that nobody reads any more must not keep this process from ending.
         self.tickets.cancel_join_thread()
@@ -72,9 +78,9 @@ class StoppableWorker(HarnessRolloutWorker):
 
     _loop_cls = RolloutLoop
 
-    def __init__(self, *, stop: StopFlag, queue_maxsize: int = 0, **kwargs: Any) -> None:
-        super().__init__(queue_maxsize=queue_maxsize, **kwargs)
-        self.rollout_buffer = WorkerChannel(self._mp_ctx, queue_maxsize)
+    def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rollout_buffer = WorkerChannel(self._mp_ctx)
         self._stop_flag = stop
         self.scheduler: GroupScheduler | None = None
         """Gets what the child hands over at its end."""
@@ -83,18 +89,28 @@ class StoppableWorker(HarnessRolloutWorker):
         if self._stop_flag.is_set():
             raise StopRequested
         super().check_health(stale_after_s)
+        if self._process is not None and not self._process.is_alive():
+            # One that was killed has set no event, and TRL would wait for its heartbeat to grow old.
+            raise RuntimeError(f"the rollout worker's process ended with exit code {self._process.exitcode}")
 
     def stop(self) -> None:
-        """TRL's ``stop`` waits for a child that blocks on a full queue, and then kills it in the middle of a group.
-        That leaves half a message, for which a checkpoint would wait for ever. So the queue is read here first."""
-        child = self._process
-        if child is not None and child.pid is not None and self.scheduler is not None:
-            self._stop_event_mp.set()
-            ended = self.scheduler.drain(child.is_alive, HAND_OVER_S)
-            if not ended:
-                child.terminate()
+        """End the child; what it has scored is in the scheduler then.
+
+        TRL's ``stop`` has two ways to hang: a child that blocks on a full pipe is killed in the middle of a group, and
+        half a message stays in the queue; and setting the event waits for ever for a child that died while one of its
+        threads waited for it.
+        """
+        child, self._process = self._process, None
+        if child is None:
+            return
+        threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
+        ended = self.scheduler.drain(child.is_alive, HAND_OVER_S) if self.scheduler else False
+        for end in (child.terminate, child.kill):
+            if child.is_alive():
+                end()
+                child.join(TERMINATE_S)
+        if self.scheduler is not None:
             self.scheduler.worker_ended(whole=ended and child.exitcode == 0)
-        super().stop()
 
 
 class WholeGroupTrainer(AsyncGRPOTrainer):

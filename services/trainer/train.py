@@ -259,7 +259,6 @@ def worker_arguments(cfg: Recipe, policy_url: str, factory: Any, dataset: Any, t
         "eos_token_ids": [tokenizer.eos_token_id],
         "num_generations": cfg.rollout.num_generations,
         "max_inflight_tasks": cfg.rollout.max_inflight,
-        "queue_maxsize": 1024,
         "vllm_server_url": policy_url,
         "max_tokens": cfg.sampling.max_completion_tokens,
         "temperature": cfg.sampling.temperature,

@@ -42,6 +42,8 @@ class FakeSession(ResourceSession):
         self._task, self._position, self._number = task, position, number
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        if "--slow" in sys.argv:
+            time.sleep(2)
         if self._position % 7 == 6 or (self._position % 5 == 4 and self._number == 1):
             raise RuntimeError("unscorable")
         return 0
@@ -152,7 +154,7 @@ def main(folder: Path) -> None:
             stop=stop, advantage="std",
             harness_session_factory=functools.partial(FakeFactory, folder), model_name="policy", dataset=dataset, reward_funcs=[],
             processing_class=tokenizer, eos_token_ids=[tokenizer.eos_token_id], num_generations=GENERATIONS,
-            max_inflight_tasks=1, queue_maxsize=6,
+            max_inflight_tasks=1,
         )  # fmt: skip
         args = AsyncGRPOConfig(
             str(run.checkpoints), seed=cfg.run.seed, max_steps=STEPS, learning_rate=1e-3,
