@@ -320,6 +320,7 @@ class HarborSession(ResourceSession):
         calls = [
             Call(len(turn.prompt_token_ids), turn.completion_token_ids, lowest)
             for turn, (lowest, _) in zip(result.turns, versions, strict=False)
+            if not turn.discarded
         ]
         whole = policy_versions.VersionLog(self._run).of([(began_s, time.time())])
         return Captured(calls, whole[0][0], truncated(result))
