@@ -14,13 +14,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One sampled turn of a rollout."""
+    """One sampled turn of a rollout, of whose tokens some are trained."""
 
     start: int
     """Tokens before its output: the length of its prompt."""
     output_ids: Sequence[int]
     version: int
     """Lowest policy version that can have sampled it; a call during a weight sync is of two."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.output_ids)
 
 
 @dataclass
@@ -127,8 +131,8 @@ def _mean_version(row: Row) -> float:
 def rows_with_versions(sequences: Sequence[Any], calls: Sequence[Call], unknown: int) -> list[Row]:
     """TRL's training sequences of one rollout as rows.
 
-    A call belongs to the row that holds its output where its prompt ends; the calls of a row, and the rows, are in
-    order. A call without a trained token has no row.
+    A call belongs to the first row that trains its output where its prompt ends, behind the calls that it has already;
+    the calls of a row, and the rows, are in order.
 
     Args: sequences: ``TrainingSequence`` of TRL. unknown: version of a sampled token that no call accounts for.
     """
@@ -141,12 +145,17 @@ def rows_with_versions(sequences: Sequence[Any], calls: Sequence[Call], unknown:
         )
         for sequence in sequences
     ]
-    at = 0
+    at, ends = 0, [0] * len(rows)
     for call in calls:
-        stop = call.start + len(call.output_ids)
         for index in range(at, len(rows)):
-            if rows[index].input_ids[call.start : stop] == list(call.output_ids):
-                rows[index].versions[call.start : stop] = [call.version] * (stop - call.start)
-                at = index
+            if call.start >= ends[index] and _trains(rows[index], call):
+                at, ends[index] = index, call.stop
+                rows[index].versions[call.start : call.stop] = [call.version] * len(call.output_ids)
                 break
     return rows
+
+
+def _trains(row: Row, call: Call) -> bool:
+    """Whether the row has the call's output in its place, and not as the context of a later call alone."""
+    span = slice(call.start, call.stop)
+    return any(row.completion_mask[span]) and row.input_ids[span] == list(call.output_ids)

@@ -16,7 +16,7 @@ import httpx
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, TrainingTrace, VerifyResult
 from openenv.harbor.client import HarborEnv
 from openenv.harbor.contract import to_training_trace
-from openenv.harbor.models import HarborRolloutResult
+from openenv.harbor.models import HarborRolloutResult, HarborTurn
 from tenacity import (
     Retrying,
     retry_if_exception_type,
@@ -320,7 +320,7 @@ class HarborSession(ResourceSession):
         calls = [
             Call(len(turn.prompt_token_ids), turn.completion_token_ids, lowest)
             for turn, (lowest, _) in zip(result.turns, versions, strict=False)
-            if not turn.discarded
+            if _is_trained(turn)
         ]
         whole = policy_versions.VersionLog(self._run).of([(began_s, time.time())])
         return Captured(calls, whole[0][0], truncated(result))
@@ -362,6 +362,11 @@ class HarborSession(ResourceSession):
             wall_s=round(wall_s, 2),
         )
         rollout_log.write(self._run, record, result)
+
+
+def _is_trained(turn: HarborTurn) -> bool:
+    """As ``to_training_trace`` chooses."""
+    return turn.role == "agent" and not turn.discarded and any(turn.loss_mask or ())
 
 
 def truncated(result: HarborRolloutResult) -> bool:

@@ -116,7 +116,9 @@ def reference_gradient(
         advantage = brute_force_advantage(rollout.reward, [other.reward for other in group.rollouts], algorithm)
         terms = [term for row in rollout.rows for term in token_terms(model, row, advantage, algorithm)]
         counted = step_tokens if algorithm.aggregation == "token" else len(terms) * len(rollouts)
-        (sum(terms) / counted).backward()
+        loss = sum(terms) / counted
+        if loss.requires_grad:  # not where all tokens are beyond a bound
+            loss.backward()
     return gradients(model)
 
 
