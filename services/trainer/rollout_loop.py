@@ -91,6 +91,9 @@ class RolloutLoop(_HarnessRolloutLoop):
         return rows
 
     async def _score_group(self, group: RolloutGroup) -> list[ScoredGroup]:
+        if self._stop_event.is_set() and not all(group.completions_sequences):
+            # A stop has closed the slow ones, or their ticket never came: those that were quick are no group.
+            return []
         ticket = self._tickets[group.group_id]
         ended = [self._rows.pop(sequences[0].rollout_id, None) if sequences else None
                  for sequences in group.completions_sequences]  # fmt: skip
