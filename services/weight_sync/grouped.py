@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.weight_sync.checksum import COLUMN_SEED, ROW_SEED, position_weights
+from services.weight_sync.positions import COLUMN_SEED, ROW_SEED, position_weights
 
 ROWS = 8
 """Rows a program merges: each number of A that it reads serves all of them. Unrolled in ``_merge``."""
