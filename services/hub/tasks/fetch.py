@@ -41,14 +41,15 @@ class Show:
 PLAIN = Show(say=lambda line: print(line, flush=True), progress=_no_progress)
 
 
-def fetch_absent(recipe_path: Path, tasks_dir: Path) -> None:
+def fetch_absent(recipe_path: Path, tasks_dir: Path, cache_dir: Path = CACHE_DIR) -> None:
     """Fetch the recipe's suites that are not in ``tasks_dir`` yet. Raises: as ``fetch_one``."""
     disable_progress_bars()  # a bar for every file would fill a log
     tasks = recipes.load(recipe_path).tasks
     for name in sorted({suite.split("/")[0] for suite in (tasks.train, tasks.heldout)}):
         if not (tasks_dir / name).is_dir():
             path = tasks_dir / f"{name}.json"
-            fetch_one(path, load_pin(path), tasks_dir / name, sandbox_settings(recipe_path, None, None, None, ()))
+            settings = sandbox_settings(recipe_path, None, None, None, ())
+            fetch_one(path, load_pin(path), tasks_dir / name, settings, cache_dir=cache_dir)
 
 
 def sandbox_settings(
