@@ -83,3 +83,13 @@ def test_no_module_imports_itself_through_others() -> None:
         TopologicalSorter({module: names - packages for module, names in graph.items()}).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_each_service_has_a_readme_of_one_form_that_names_all_of_its_files() -> None:
+    for folder in sorted(path.parent for path in (ROOT / "services").glob("*/__init__.py")):
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        for part in (f"# {folder.name}\n", "Files, in reading order", "**Promises.**"):
+            assert part in text, f"services/{folder.name}/README.md lacks {part!r}"
+        modules = {path.stem for path in folder.rglob("*.py")} - {"__init__", "__main__"}
+        unnamed = {name for name in modules if f"`{name}`" not in text}
+        assert unnamed == set(), f"services/{folder.name}/README.md does not say what these are for"
