@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -93,3 +94,12 @@ def test_each_service_has_a_readme_of_one_form_that_names_all_of_its_files() -> 
         modules = {path.stem for path in folder.rglob("*.py")} - {"__init__", "__main__"}
         unnamed = {name for name in modules if f"`{name}`" not in text}
         assert unnamed == set(), f"services/{folder.name}/README.md does not say what these are for"
+
+
+def test_every_test_and_file_that_docs_upstream_names_is_there() -> None:
+    text = (ROOT / "docs/upstream.md").read_text(encoding="utf-8")
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests} == set()
+    roots = (ROOT, ROOT / "services", ROOT / "tests/contract")
+    files = re.findall(r"`(\w+/[\w/]+\.py)`", text)
+    assert {name for name in files if not any((root / name).is_file() for root in roots)} == set()
