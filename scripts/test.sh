@@ -17,7 +17,7 @@ reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 SLOWEST=(--durations=10 --durations-min=2)
 # Half of the unit tests by time; the other half is all that these folders do not hold.
-HALF=(tests/unit/trainer tests/unit/job tests/unit/evaluator tests/unit/hub)
+HALF=(tests/unit/trainer tests/unit/job tests/unit/evaluator)
 
 part() { # part <name> <command...>: run it, then print its output in one piece
   local name=$1 started=$SECONDS code=0
