@@ -317,14 +317,12 @@ def outcomes(stack: Stack) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def bounded(stack: Stack) -> dict[str, dict[str, Any]]:
-    """All the agents that some bound ends, and ``beside``, which is none of them: once, side by side."""
+    """The agents that are ended: by their time, by the bound on disk or on output, by the engine. Once, side by side."""
     right = (TASK / "solution" / "solve.sh").read_text().strip()
     fill = "for n in 1 2 3 4 5 6 7 8 9 10; do head -c 1000000000 /dev/zero > fill$n; done; sleep 600"
     policies = {
         # OpenCode ends a command after two minutes, so there are two.
         "slow": stack.policy("slow", f"{right}; echo left; sleep 600", "sleep 600"),
-        "exhaust": stack.policy("exhaust", EXHAUST),
-        "beside": stack.policy("beside", right),
         "disk": stack.policy("disk", fill),
         "output": stack.policy("output", "yes | head -c 2000000000; sleep 1"),
         "lost": stack.policy("lost", "sleep 601"),
@@ -421,9 +419,13 @@ def test_agent_out_of_time_is_graded_on_what_it_left(bounded: dict[str, Any]) ->
     assert (outcome["cause"], outcome["timed_out"], outcome["reward"]) == (None, True, 1.0)
 
 
-def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(bounded: dict[str, Any]) -> None:
-    assert (bounded["beside"]["cause"], bounded["beside"]["reward"]) == (None, 1.0)
-    assert bounded["exhaust"]["reward"] in (None, 0.0)
+def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack) -> None:
+    exhaust = stack.policy("exhaust", EXHAUST)
+    beside = stack.policy("beside", (TASK / "solution" / "solve.sh").read_text().strip())
+    outcomes = stack.rollouts(exhaust=exhaust, beside=beside)
+    assert (outcomes["beside"]["cause"], outcomes["beside"]["reward"]) == (None, 1.0)
+    assert outcomes["exhaust"]["reward"] in (None, 0.0)
+    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
 def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounded(
