@@ -317,7 +317,7 @@ def outcomes(stack: Stack) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def bounded(stack: Stack) -> dict[str, dict[str, Any]]:
-    """The agents that are ended: by their time, by the bound on disk or on output, by the engine. Once, side by side."""
+    """The agents that are ended, by their time, a bound on disk or output, or the engine: once, side by side."""
     right = (TASK / "solution" / "solve.sh").read_text().strip()
     fill = "for n in 1 2 3 4 5 6 7 8 9 10; do head -c 1000000000 /dev/zero > fill$n; done; sleep 600"
     policies = {
