@@ -97,11 +97,11 @@ lock: ## Renew hashed locks and base digests
 	scripts/lock.sh
 
 ##@ Check
-.PHONY: test test-unit test-contract test-stack test-job check fidelity chaos
+.PHONY: test test-fast test-contract test-stack test-gpu test-job check fidelity chaos
 test: images $(VENV)/ready ## All tests: unit, contract, stack
 	scripts/test.sh unit contract stack
 
-test-unit: $(VENV)/ready ## No network, no Docker
+test-fast: $(VENV)/ready ## The unit tests: no network, no Docker
 	scripts/test.sh unit
 
 test-contract: images $(VENV)/ready ## The seams between the parts, inside the images
@@ -109,6 +109,9 @@ test-contract: images $(VENV)/ready ## The seams between the parts, inside the i
 
 test-stack: images $(VENV)/ready ## Real compose, real sandboxes
 	scripts/test.sh stack
+
+test-gpu: docker $(VENV)/ready ## On a GPU, in the trainer image of VARIANT=cuda (not part of `test`)
+	scripts/test.sh gpu
 
 test-job: images $(VENV)/ready ## The job image: the smoke recipe in one container (minutes; not part of `test`)
 	scripts/test.sh job

@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = "local/opencode-rl-env:cpu"
 TASK = "first-c"
+FAKE_POLICY = ROOT / "tests/fakes/policy.py"
+FAKE_PORT = 18001
 PHASES = {
     "start": "container is asked for, until it runs",
     "healthcheck": "the task's own set-up in it",
@@ -161,6 +163,38 @@ def docker(*arguments: str) -> str:
 # -- in the env image: a line of standard input is a number of rollouts, and how many of them at a time --------
 
 
+class FakePolicy:
+    """The FAKE policy as a process, so that its work is not done by the process that is measured."""
+
+    def __init__(self, *commands: str) -> None:
+        self._process = subprocess.Popen([sys.executable, str(FAKE_POLICY), str(FAKE_PORT), *commands])
+        atexit.register(self._process.kill)
+        self.url = f"http://127.0.0.1:{FAKE_PORT}"
+        self._seen = 0
+        while not self._answers():
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        if self._process.poll() is not None:
+            raise SystemExit(f"the fake policy ended with exit code {self._process.returncode}; its message is above")
+        try:
+            self._requests()
+        except OSError:
+            return False
+        return True
+
+    def _requests(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"{self.url}/requests", timeout=10) as response:
+            found: list[dict[str, Any]] = json.load(response)
+        return found
+
+    def calls(self) -> list[float]:
+        """When each call with tools arrived, of those since the last time this was asked."""
+        requests = self._requests()
+        new, self._seen = requests[self._seen :], len(requests)
+        return [request["received_s"] for request in new if request.get("tools")]
+
+
 async def drive(kind: str, capture_url: str) -> int:
     import dataclasses
     import os
@@ -172,16 +206,13 @@ async def drive(kind: str, capture_url: str) -> int:
     from services.common.run_dir import RunDir
     from services.env import agent, app, rollouts, suites
     from services.env.http import DataPlane
-    from tests.fakes import policy
 
     cfg = recipe.load(ROOT / "data/recipes/smoke.toml", {"run.name": "bench"})
     run = RunDir.from_environment(cfg.run.name)
     run.prepare()
     tasks = Path(os.environ["TASKS_DIR"])
     task = tasks / "smoke/train" / TASK
-    policy.Handler.commands = [(task / "solution/solve.sh").read_text().strip(), "cat answer.txt"]
-    engine = ThreadingHTTPServer(("127.0.0.1", 0), policy.Handler)
-    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    engine = FakePolicy((task / "solution/solve.sh").read_text().strip(), "cat answer.txt")
 
     app.quiet_libraries()
     places = app.Places.from_environment(cfg)
@@ -194,7 +225,7 @@ async def drive(kind: str, capture_url: str) -> int:
     else:
         run.trials.mkdir(parents=True)
         seams.SEAMS[agent.HARNESS] = dataclasses.replace(stock, import_path="scripts.bench_rollout_stock:StockOpenCode")
-    upstream = Upstream(llm_url=f"http://127.0.0.1:{engine.server_port}/v1", model="policy")
+    upstream = Upstream(llm_url=f"{engine.url}/v1", model="policy")
     client, level = await service.capture.app.state.upstreams.resolve(upstream)
 
     async def one(slots: asyncio.Semaphore) -> Any:
@@ -208,12 +239,11 @@ async def drive(kind: str, capture_url: str) -> int:
 
     for line in iter(sys.stdin.readline, ""):
         count, inflight = map(int, line.split())
-        policy.Handler.requests.clear()
+        engine.calls()
         began, slots = time.monotonic(), asyncio.Semaphore(inflight)
         results = await asyncio.gather(*(one(slots) for _ in range(count)))
         if count == 1:
-            calls = [request["received_s"] for request in policy.Handler.requests if request.get("tools")]
-            answer = phases(results[0], run.trials, calls)
+            answer = phases(results[0], run.trials, engine.calls())
         else:
             failed = sum(not result.ok or result.reward != 1.0 for result in results)
             answer = {"wall": round(time.monotonic() - began, 3), "failed": failed}

@@ -7,7 +7,6 @@ Exit codes: 0 done, 2 the tasks or the command are wrong, 3 the Hub does not ans
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from collections import Counter
@@ -25,7 +24,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from scripts.prepare import materialise, select, verify
+from scripts.prepare import select
 from services.common import recipe as recipes
 from services.common.errors import RecipeError, run_main
 from services.common.run_dir import write_text
@@ -42,10 +41,10 @@ from services.common.tasks import (
 )
 from services.hub import datasets
 from services.hub.client import connect, messages
-from services.hub.files import RemoteFile
+from services.hub.tasks import verify
+from services.hub.tasks.fetch import CACHE_DIR, Show, download, fetch_one, sandbox_settings
 
 TASKS_DIR = Path(__file__).resolve().parents[1] / "data" / "tasks"
-CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opencode-rl" / "tasks"
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 out = Console(highlight=False, soft_wrap=True)
@@ -86,7 +85,7 @@ def pin(
     files = remote.files()
     if not files:
         raise RecipeError(f"{repo} has no task in {folder}/ at {source.revision}")
-    download(remote, [file for name in files for file in files[name] if is_description(file.path)], workers)
+    download(remote, [file for name in files for file in files[name] if is_description(file.path)], workers, SHOW)
     candidates, unusable = [], []
     for task in files:
         try:
@@ -96,7 +95,7 @@ def pin(
     if unusable and (not wanted or len(unusable) == len(files)):
         raise RecipeError(listing(f"tasks of {repo} that cannot be pinned:", unusable))
     chosen = select.select(candidates, wanted, seed, others, report=lambda line: out.print(escape(line)))
-    download(remote, [file for one in chosen for file in files[one.task.name]], workers)
+    download(remote, [file for one in chosen for file in files[one.task.name]], workers, SHOW)
     pinned = PinFile(
         source=source,
         selection=Selection(
@@ -160,88 +159,8 @@ def fetch(
     settings = sandbox_settings(recipe, image, cpus, memory_mb, tuple(allow_variable or []))
     for entry in pins:
         path = pin_path(tasks_dir, entry)
-        fetch_one(path, load_pin(path), (destination or path.parent) / path.stem, settings, cache_dir, workers, force)
-
-
-def sandbox_settings(
-    recipe: Path | None, image: str | None, cpus: int | None, memory_mb: int | None, variables: tuple[str, ...]
-) -> materialise.Settings:
-    """The recipe's sandbox, with what the command line says instead. Raises: RecipeError: no image is named."""
-    values: dict[str, object] = {}
-    if recipe is not None:
-        env = recipes.load(recipe).env
-        if env.sandbox_cpus != int(env.sandbox_cpus):
-            raise RecipeError(f"env.sandbox_cpus is {env.sandbox_cpus}; Harbor's tasks take whole CPUs only")
-        values = {"image": env.sandbox_image, "cpus": int(env.sandbox_cpus)}
-        values |= {"memory_mb": env.sandbox_memory_mb, "pids": env.sandbox_pids}
-    given = {"image": image, "cpus": cpus, "memory_mb": memory_mb}
-    values |= {key: value for key, value in given.items() if value is not None}
-    if "image" not in values:
-        raise RecipeError("no sandbox image is named; give --recipe FILE or --image NAME")
-    return materialise.Settings.model_validate(values | {"allowed_variables": variables})
-
-
-def fetch_one(
-    path: Path,
-    pinned: PinFile,
-    folder: Path,
-    settings: materialise.Settings,
-    cache_dir: Path,
-    workers: int,
-    force: bool,
-) -> None:
-    if pinned.source.kind == "shipped" and folder.resolve() == path.with_suffix("").resolve():
-        raise RecipeError(f"{path.stem} ships with the project and lies in place; give --out to prepare a copy of it")
-    with materialise.exclusive(folder):
-        if is_up_to_date(folder, pinned, settings, force):
-            out.print(f"{folder}: up to date, {len(pinned.tasks)} tasks")
-            return
-        source = path.with_suffix("") if pinned.source.kind == "shipped" else cached(pinned, cache_dir, workers)
-        with progress("checking", len(pinned.tasks)) as advance:
-            problems = verify.verify_source(
-                source, pinned, published=True, extra_is_a_problem=pinned.source.kind == "shipped", advance=advance
-            )
-        if problems:
-            raise RecipeError(listing(f"{source} is not what {path} pins; nothing was written:", problems))
-        with progress("writing", len(pinned.tasks)) as advance:
-            dropped = materialise.materialise(source, folder, pinned, settings, advance=advance)
-        if folder.parent.resolve() != path.parent.resolve():
-            write_text(folder.parent / path.name, dump_pin(pinned))
-    for what, count in sorted(dropped.items()):
-        out.print(escape(f"{count} tasks: {what}"))
-    out.print(f"{folder}: {len(pinned.tasks)} tasks, image {settings.image}")
-
-
-def is_up_to_date(folder: Path, pinned: PinFile, settings: materialise.Settings, force: bool) -> bool:
-    """Whether nothing is to be done. Raises: RecipeError: what lies there was changed, or is not ours."""
-    if not folder.exists() or force:
-        return False
-    prepared = materialise.Prepared.read(folder)
-    if prepared is None:
-        raise RecipeError(f"{folder} was not made by `prepare_tasks fetch`; move it away, or use --force to replace it")
-    if changed := materialise.changes(folder, pinned, prepared):
-        raise RecipeError(listing(f"{folder} was changed since it was prepared; --force replaces it:", changed))
-    return prepared.pin_sha256 == materialise.pin_sha256(pinned) and prepared.settings == settings
-
-
-def cached(pinned: PinFile, cache_dir: Path, workers: int) -> Path:
-    """Bring the pinned tasks into the cache. Returns: the folder that holds them."""
-    assert isinstance(pinned.source, HubSource)
-    remote = datasets.RemoteTasks(connect(), pinned.source, cache_dir)
-    files = remote.files()
-    if absent := [task.name for task in pinned.tasks if task.name not in files]:
-        raise RecipeError(
-            listing(f"{pinned.source.repo} at {pinned.source.revision} does not have these pinned tasks:", absent)
-        )
-    download(remote, [file for task in pinned.tasks for file in files[task.name]], workers)
-    return remote.folder
-
-
-def download(remote: datasets.RemoteTasks, files: list[RemoteFile], workers: int) -> None:
-    missing = remote.missing(files)
-    if missing:
-        with progress("downloading", len(missing)) as advance:
-            remote.download(missing, workers=workers, advance=advance)
+        folder = (destination or path.parent) / path.stem
+        fetch_one(path, load_pin(path), folder, settings, cache_dir=cache_dir, workers=workers, force=force, show=SHOW)
 
 
 # --- verify, show, stats ------------------------------------------------------------------------------------------
@@ -398,6 +317,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+SHOW = Show(say=lambda line: out.print(escape(line)), progress=progress)
 
 
 def main() -> int:

@@ -15,6 +15,5 @@ done <<'PROGRAMS'
 /app/venvs/tools/bin/python hub
 /app/venvs/job/bin/python job
 PROGRAMS
-/app/venvs/tools/bin/python -c 'import scripts.prepare_tasks'
 /app/venvs/job/bin/python -m supervisor.supervisord --version
 tini --version

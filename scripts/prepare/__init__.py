@@ -1,1 +1,1 @@
-"""The parts of ``scripts.prepare_tasks``: Hub access, selection, materialising, verifying."""
+"""How ``scripts.prepare_tasks pin`` chooses tasks; what a Job needs too is in ``services.hub.tasks``."""

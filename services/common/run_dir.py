@@ -77,15 +77,24 @@ def read_final_request(path: Path) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line with a single write, so that writers in several processes never mix."""
+    """Append one JSON line, whole or not at all; lines of several processes never mix.
+
+    Raises: OSError: it could not be written, as on a full disk; the file is then as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(value, sort_keys=True, default=str) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # the end may take more than one write; it is let go with the descriptor
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data  # a line that a crash cut short must not swallow this one
-        os.write(descriptor, data)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
 

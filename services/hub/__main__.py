@@ -1,6 +1,7 @@
 """``python -m services.hub push | follow``: mirror a run to ADAPTER_REPO, once or while it goes on.
 
-``weights`` fetches the recipe's model at its commit into HF_HOME, for servers that download nothing themselves.
+``weights`` fetches the recipe's model at its commit into HF_HOME, for servers that download nothing themselves;
+``tasks`` fetches the recipe's suites that TASKS_DIR lacks, as their pin files there say.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import logging
 import os
 import time
+from pathlib import Path
 
 from services.common import log, recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
@@ -17,6 +19,7 @@ from services.common.run_dir import RunDir
 from services.hub.client import connect, first_line, messages, patiently
 from services.hub.commits import FAILURES
 from services.hub.pushes import EVAL_RECORDS, RECORDS, Pusher, writer
+from services.hub.tasks.fetch import fetch_absent
 
 WAIT_FOR_WRITER_S = 60.0
 WEIGHT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -26,13 +29,16 @@ logger = logging.getLogger("hub")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="services.hub", description=__doc__)
-    parser.add_argument("command", choices=("push", "follow", "weights"))
+    parser.add_argument("command", choices=("push", "follow", "weights", "tasks"))
     parser.add_argument("--eval-only", action="store_true", help="only eval/: where another machine trains the run")
     parser.add_argument("--every", type=float, default=60.0)
     arguments = parser.parse_args()
     cfg = recipe.from_environment()
     if arguments.command == "weights":
         return weights(cfg)
+    if arguments.command == "tasks":
+        fetch_absent(Path(os.environ["RECIPE"]), Path(os.environ["TASKS_DIR"]))
+        return 0
     run = RunDir.from_environment(cfg.run.name)
     repo = repository()
     log.setup("hub", run.path)

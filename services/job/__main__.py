@@ -90,11 +90,8 @@ def prepare(cfg: Recipe, role: places.Role) -> None:
     tools = str(VENVS / "tools/bin/python")
     if cfg.model.source == "hub":
         _run(tools, "-m", "services.hub", "weights")
-    suites = sorted({suite.split("/")[0] for suite in (cfg.tasks.train, cfg.tasks.heldout)})
-    absent = [name for name in suites if not (tasks_dir / name).is_dir()]
-    if absent and role != "policy":
-        tasks = ("--tasks-dir", str(tasks_dir), "--recipe", os.environ["RECIPE"])
-        _run(tools, "-m", "scripts.prepare_tasks", "fetch", *absent, *tasks)
+    if role != "policy":
+        _run(tools, "-m", "services.hub", "tasks")
 
 
 def _run(*command: str) -> None:

@@ -11,6 +11,8 @@ import importlib.util
 
 import torch
 
+from services.weight_sync.positions import COLUMN_SEED, ROW_SEED, position_weights
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,15 +20,6 @@ _CHUNK_ELEMENTS = 1 << 24
 """Bounds the int64 work space to 128 MiB."""
 _FOLD = 4096
 """Columns into which a vector is folded: one row of millions would need a work space of four times its size."""
-ROW_SEED, COLUMN_SEED = 0x1E3779B97F4A7C15, 0x632BE59BD9B4E019
-
-
-def position_weights(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
-    """splitmix64 of the positions, made odd so that no bit of an element is lost. Wraps like any int64."""
-    x = torch.arange(start, stop, dtype=torch.int64, device=device) + seed
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from services.weight_sync.checksum import COLUMN_SEED, ROW_SEED, position_weights
+from services.weight_sync.positions import COLUMN_SEED, ROW_SEED, position_weights
 
 Rounding = Literal["stochastic", "nearest"]
 """The recipe's ``weight_sync.rounding``."""
@@ -31,6 +31,11 @@ FACTORS = (0x21F0AAAD, 0x735A2D97)
 def key_of(target: str) -> int:
     """32 bits that set the pattern of a target apart from the others'."""
     return int.from_bytes(hashlib.sha256(target.encode()).digest()[:4], "little")
+
+
+def require_ditherable(dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:
+        raise ValueError(f"weights of {dtype} cannot be rounded stochastically; bfloat16 can, float32 need not")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.weight_sync.checksum import COLUMN_SEED, ROW_SEED, position_weights
-from services.weight_sync.dither import FACTORS, Dither
-from services.weight_sync.merge import require_ditherable
+from services.weight_sync.dither import FACTORS, Dither, require_ditherable
+from services.weight_sync.positions import COLUMN_SEED, ROW_SEED, position_weights
 
 ROWS = 8
 """Rows a program merges: each number of A that it reads serves all of them. Unrolled in ``_merge``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from services.weight_sync.checksum import HAS_TRITON
-from services.weight_sync.dither import Dither, to_bfloat16
+from services.weight_sync.dither import Dither, to_bfloat16, require_ditherable
 
 SMALLEST = 2.0**-60
 """Numbers of a factor below this travel as 0, so that no product of two of them underflows: it is then exact in
@@ -92,11 +92,6 @@ def rounded(w0: torch.Tensor, total: torch.Tensor, dither: Dither | None = None)
         return exact.to(w0.dtype)
     require_ditherable(w0.dtype)
     return to_bfloat16(exact, dither)
-
-
-def require_ditherable(dtype: torch.dtype) -> None:
-    if dtype != torch.bfloat16:
-        raise ValueError(f"weights of {dtype} cannot be rounded stochastically; bfloat16 can, float32 need not")
 
 
 def kept_sums(w0: torch.Tensor, served: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

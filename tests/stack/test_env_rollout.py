@@ -308,12 +308,27 @@ def outcomes(stack: Stack) -> dict[str, dict[str, Any]]:
         "wrong": stack.policy("wrong", "echo nobody > answer.txt"),
         "probe": stack.policy("probe", f"python3 - <<'END'\n{probe}\nEND"),
         "forge": stack.policy("forge", FORGE.replace("RUN", str(stack.run.path))),
-        # OpenCode ends a command after two minutes, so there are two.
-        "slow": stack.policy("slow", f"{right}; echo left; sleep 600", "sleep 600"),
         "away": "http://nobody:8000",
         "no_ids": stack.policy("no-ids", right, FAULT="no_ids"),
         "usage": stack.policy("usage", right, FAULT="usage"),
     }
+    return stack.rollouts(**policies)
+
+
+@pytest.fixture(scope="module")
+def bounded(stack: Stack) -> dict[str, dict[str, Any]]:
+    """The agents that are ended, by their time, a bound on disk or output, or the engine: once, side by side."""
+    right = (TASK / "solution" / "solve.sh").read_text().strip()
+    fill = "for n in 1 2 3 4 5 6 7 8 9 10; do head -c 1000000000 /dev/zero > fill$n; done; sleep 600"
+    policies = {
+        # OpenCode ends a command after two minutes, so there are two.
+        "slow": stack.policy("slow", f"{right}; echo left; sleep 600", "sleep 600"),
+        "disk": stack.policy("disk", fill),
+        "output": stack.policy("output", "yes | head -c 2000000000; sleep 1"),
+        "lost": stack.policy("lost", "sleep 601"),
+    }
+    watcher = threading.Thread(target=stack.kill_the_sandbox_that, args=("sleep 601",), daemon=True)
+    watcher.start()
     return stack.rollouts(**policies)
 
 
@@ -333,11 +348,6 @@ def test_right_answer_is_rewarded_with_every_turn_captured(stack: Stack, outcome
 
 def test_wrong_answer_scores_zero(outcomes: dict[str, Any]) -> None:
     assert (outcomes["wrong"]["cause"], outcomes["wrong"]["reward"]) == (None, 0.0)
-
-
-def test_agent_out_of_time_is_graded_on_what_it_left(outcomes: dict[str, Any]) -> None:
-    outcome = outcomes["slow"]
-    assert (outcome["cause"], outcome["timed_out"], outcome["reward"]) == (None, True, 1.0)
 
 
 def test_policy_that_is_away_makes_an_unscorable_rollout_of_its_cause(outcomes: dict[str, Any]) -> None:
@@ -404,11 +414,9 @@ def test_no_sandbox_is_left_and_the_ledger_is_closed(stack: Stack, outcomes: dic
     assert len(opened) == len(outcomes) - 1  # "away" is refused before a sandbox is made
 
 
-def test_planted_token_is_in_no_file_of_the_run(stack: Stack, outcomes: dict[str, Any]) -> None:
-    files = [path for path in stack.run.path.rglob("*") if path.is_file()]
-    assert len(files) > len(outcomes)
-    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in stack.logs()
+def test_agent_out_of_time_is_graded_on_what_it_left(bounded: dict[str, Any]) -> None:
+    outcome = bounded["slow"]
+    assert (outcome["cause"], outcome["timed_out"], outcome["reward"]) == (None, True, 1.0)
 
 
 def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack) -> None:
@@ -420,27 +428,34 @@ def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack)
     wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
-def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounded(stack: Stack) -> None:
-    fill = "for n in 1 2 3 4 5 6 7 8 9 10; do head -c 1000000000 /dev/zero > fill$n; done; sleep 600"
-    policies = {
-        "disk": stack.policy("disk", fill),
-        "output": stack.policy("output", "yes | head -c 2000000000; sleep 1"),
-        "lost": stack.policy("lost", "sleep 601"),
-    }
-    watcher = threading.Thread(target=stack.kill_the_sandbox_that, args=("sleep 601",), daemon=True)
-    watcher.start()
-    outcomes = stack.rollouts(**policies)
-    assert outcomes["disk"]["cause"] == outcomes["lost"]["cause"] == "sandbox_lost", outcomes
-    assert "env.sandbox_disk_mb = 2500" in outcomes["disk"]["error"]
-    assert outcomes["output"]["reward"] in (None, 0.0)
+def test_full_disk_endless_output_and_a_killed_sandbox_are_unscorable_and_bounded(
+    stack: Stack, bounded: dict[str, Any]
+) -> None:
+    assert bounded["disk"]["cause"] == bounded["lost"]["cause"] == "sandbox_lost", bounded
+    assert "env.sandbox_disk_mb = 2500" in bounded["disk"]["error"]
+    assert bounded["output"]["reward"] in (None, 0.0)
     wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
     memory = docker("stats", "--no-stream", "--format", "{{.MemUsage}}", f"{stack.name}-env")
     assert "GiB /" not in memory, f"env holds {memory}"
     assert sum(path.stat().st_size for path in stack.run.path.rglob("*") if path.is_file()) < 2**30
 
 
-def test_engine_s_view_of_the_run_is_had_from_env_and_a_sweep_spares_what_is_used(stack: Stack) -> None:
-    driver = stack.start_rollout("used", stack.policy("used", "sleep 600"))
+def test_planted_token_is_in_no_file_of_the_run(
+    stack: Stack, outcomes: dict[str, Any], bounded: dict[str, Any]
+) -> None:
+    files = [path for path in stack.run.path.rglob("*") if path.is_file()]
+    assert len(files) > len(outcomes) + len(bounded)
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in stack.logs()
+
+
+@pytest.fixture(scope="module")
+def working(stack: Stack) -> str:
+    """The container of a client whose rollout goes on until somebody ends it."""
+    return stack.start_rollout("working", stack.policy("working", "sleep 600"))
+
+
+def test_engine_s_view_of_the_run_is_had_from_env_and_a_sweep_spares_what_is_used(stack: Stack, working: str) -> None:
     docker("run", "--detach", "--label", f"opencode-rl.run={stack.name}", IMAGE, "sleep", "600")
     state = json.loads(stack.control("GET", "/state"))
     assert len(state["sandboxes"]) == 2 and len(state["ledger_open"]) == 1
@@ -448,7 +463,10 @@ def test_engine_s_view_of_the_run_is_had_from_env_and_a_sweep_spares_what_is_use
     assert SECRET not in json.dumps(state)
     assert json.loads(stack.control("POST", "/sweep")) == {"removed": 1}
     assert len(stack.sandboxes()) == 1
-    docker("rm", "--force", driver)
+
+
+def test_rollout_of_a_killed_client_ends(stack: Stack, working: str) -> None:
+    docker("kill", working)
     wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
 
 
@@ -466,18 +484,12 @@ def test_no_image_was_built_with_a_secret() -> None:
         assert found == "", image
 
 
-def test_rollout_of_a_killed_client_ends(stack: Stack) -> None:
-    driver = stack.start_rollout("killed", stack.policy("killed", "sleep 600"))
-    docker("kill", driver)
-    wait_for(lambda: not stack.sandboxes(), GONE_LIMIT_S)
-
-
 def test_stopped_env_leaves_no_sandbox(stack: Stack) -> None:
     driver = stack.start_rollout("stopped", stack.policy("stopped", "sleep 600"))
     docker("stop", "--time", "180", f"{stack.name}-env")
     assert docker("inspect", "--format", "{{.State.ExitCode}}", f"{stack.name}-env").strip() == "0"
     assert stack.sandboxes() == []
-    docker("rm", "--force", driver)
+    docker("rm", "--force", driver, check=False)  # it may have ended, and be on its way out, by itself
 
 
 def test_restarted_env_sweeps_what_a_killed_one_left(stack: Stack) -> None:
@@ -485,7 +497,7 @@ def test_restarted_env_sweeps_what_a_killed_one_left(stack: Stack) -> None:
     stack.start_env()
     driver = stack.start_rollout("orphan", stack.policy("orphan", "sleep 600"))
     docker("kill", f"{stack.name}-env")
-    docker("rm", "--force", driver)
+    docker("rm", "--force", driver, check=False)  # it may have ended, and be on its way out, by itself
     left = stack.sandboxes()
     assert len(left) == 1
     other = docker("run", "--detach", "--label", "opencode-rl.run=another", IMAGE, "sleep", "600").strip()

@@ -1,5 +1,6 @@
 """Files of a run: published whole or not at all, read in any state."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -60,6 +61,43 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(
 def test_a_file_that_is_not_there_reads_as_none(tmp_path: Path) -> None:
     assert run_dir.read_json(tmp_path / "none") is None
     assert run_dir.read_lines(tmp_path / "none") == []
+
+
+@pytest.fixture
+def small_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel takes seven bytes at a time; the list holds how many it still has room for, in all."""
+    room, write = [10**6], os.write
+
+    def short(descriptor: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(descriptor, data[: min(7, room[0])])
+        room[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", short)
+    return room
+
+
+def test_a_line_that_takes_several_writes_is_whole(tmp_path: Path, small_writes: list[int]) -> None:
+    for number in range(3):
+        run_dir.append_line(tmp_path / "lines", {"number": number, "text": "x" * 100})
+    assert [line["number"] for line in run_dir.read_lines(tmp_path / "lines")] == [0, 1, 2]
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_an_error_and_leaves_the_file_as_it_was(
+    tmp_path: Path, small_writes: list[int]
+) -> None:
+    path = tmp_path / "lines"
+    run_dir.append_line(path, {"number": 0})
+    before = path.read_bytes()
+    small_writes[0] = 20
+    with pytest.raises(OSError, match="No space left"):
+        run_dir.append_line(path, {"number": 1, "text": "x" * 100})
+    assert path.read_bytes() == before
+    small_writes[0] = 1000
+    run_dir.append_line(path, {"number": 2})
+    assert [line["number"] for line in run_dir.read_lines(path)] == [0, 2]
 
 
 def _append_many(path: Path, writer: int) -> None:

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts import prepare_tasks
-from scripts.prepare import materialise, select, verify
-from scripts.prepare.materialise import Settings, prepare_task, sandbox_compose, without_host_variables
+from scripts.prepare import select
 from services.common.errors import MachineError, RecipeError
 from services.common.tasks import (
     ALLOWED_VARIABLES,
@@ -29,6 +28,9 @@ from services.common.tasks import (
     load_task,
     pin_task,
 )
+from services.hub.tasks import fetch as fetching
+from services.hub.tasks import materialise, verify
+from services.hub.tasks.materialise import Settings, prepare_task, sandbox_compose, without_host_variables
 from tests.hub.dataset import GRADER, published_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +70,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def fetch(source: Path, out: Path, *, settings: Settings = SETTINGS, force: bool = False) -> None:
     path = source.with_suffix(".json")
-    prepare_tasks.fetch_one(path, load_pin(path), out / "made", settings, source.parent / "cache", 1, force)
+    fetching.fetch_one(
+        path, load_pin(path), out / "made", settings, cache_dir=source.parent / "cache", workers=1, force=force
+    )
 
 
 # --- rewriting ----------------------------------------------------------------------------------------------------
@@ -340,18 +344,16 @@ def test_second_fetch_at_a_time_is_told_so(source: Path, pin: PinFile, tmp_path:
 
 def test_shipped_suite_is_not_overwritten_in_place() -> None:
     with pytest.raises(RecipeError, match="give --out"):
-        prepare_tasks.fetch_one(
-            SHIPPED / "smoke.json", load_pin(SHIPPED / "smoke.json"), SHIPPED / "smoke", SETTINGS, Path("/x"), 1, False
-        )
+        fetching.fetch_one(SHIPPED / "smoke.json", load_pin(SHIPPED / "smoke.json"), SHIPPED / "smoke", SETTINGS)
 
 
 def test_settings_come_from_the_recipe_and_the_command_line_wins() -> None:
     smoke = ROOT / "data" / "recipes" / "smoke.toml"
-    read = prepare_tasks.sandbox_settings(smoke, None, None, None, ())
+    read = fetching.sandbox_settings(smoke, None, None, None, ())
     assert (read.image, read.cpus, read.memory_mb, read.pids) == ("local/opencode-rl-sandbox:cpu", 1, 4096, 512)
-    assert prepare_tasks.sandbox_settings(smoke, "mine:1", 2, None, ("A",)).image == "mine:1"
+    assert fetching.sandbox_settings(smoke, "mine:1", 2, None, ("A",)).image == "mine:1"
     with pytest.raises(RecipeError, match="no sandbox image is named"):
-        prepare_tasks.sandbox_settings(None, None, None, None, ())
+        fetching.sandbox_settings(None, None, None, None, ())
 
 
 # --- verify -------------------------------------------------------------------------------------------------------

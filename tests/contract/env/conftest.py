@@ -44,7 +44,7 @@ def start_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]
         monkeypatch.setenv("FAULT", fault)
         monkeypatch.setattr(policy.Handler, "commands", list(commands))
         server = ThreadingHTTPServer(("127.0.0.1", port), policy.Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}"
 

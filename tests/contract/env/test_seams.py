@@ -1,6 +1,7 @@
 """The seams of OpenEnv 0.10 and Harbor 0.24 through which our parts come in: they exist, and they carry what we say."""
 
 import asyncio
+import importlib.metadata
 import inspect
 import json
 import os
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 from harbor.agents.factory import AgentFactory
+from harbor.agents.installed.opencode import OpenCode
 from harbor.environments.docker import COMPOSE_PREBUILT_PATH
 from harbor.environments.docker.docker import DockerEnvironment
 from harbor.environments.factory import EnvironmentFactory
+from harbor.environments.hf_sandbox import HFSandboxEnvironment
 from harbor.models.task.task import Task
 from harbor.models.trial.config import TrialConfig
 from harbor.models.trial.paths import TrialPaths
@@ -26,6 +29,7 @@ from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, app, opencode, sandbox
+from services.env.hub_sandbox import HubSandbox
 from services.env.rollouts import RolloutEnvironment, Scoreboard
 from services.env.sandbox import Sandbox
 from services.env.suites import load
@@ -215,17 +219,26 @@ def test_overlay_has_the_last_word_over_a_tasks_compose_file(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("theirs", "ours", "methods"),
     [
-        (DockerEnvironment.exec, Sandbox.exec),
-        (DockerEnvironment.start, Sandbox.start),
-        (DockerEnvironment.stop, Sandbox.stop),
-        (DockerEnvironment.prepare_logs_for_host, Sandbox.prepare_logs_for_host),
+        (DockerEnvironment, Sandbox, {"exec", "start", "stop", "prepare_logs_for_host", "run_healthcheck"}),
+        (HFSandboxEnvironment, HubSandbox, {"exec", "start", "stop"}),
+        (OpenCode, agent.BakedOpenCode, {"setup", "install", "run"}),
     ],
 )
-def test_overridden_methods_are_called_as_ours_are_declared(theirs: Any, ours: Any) -> None:
-    assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
-    assert inspect.iscoroutinefunction(theirs)
+def test_overridden_methods_are_called_as_ours_are_declared(theirs: type, ours: type, methods: set[str]) -> None:
+    found = {name for name, value in vars(ours).items() if inspect.iscoroutinefunction(value) and hasattr(theirs, name)}
+    assert found == methods
+    for name in methods:
+        assert inspect.iscoroutinefunction(getattr(theirs, name)), name
+        declared = [list(inspect.signature(getattr(side, name)).parameters) for side in (theirs, ours)]
+        assert declared[0] == declared[1], name
+
+
+def test_the_installed_versions_are_those_that_were_checked() -> None:
+    for package, version in {"openenv": "0.10.", "harbor": "0.24."}.items():
+        found = importlib.metadata.version(package)
+        assert found.startswith(version), f"{package} {found}: docs/upstream.md was checked with {version}x only"
 
 
 def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.prepare.materialise import Prepared, changes, pin_sha256
 from services.common.tasks import (
     PinFile,
     PinnedTask,
@@ -18,6 +17,7 @@ from services.common.tasks import (
     repeated_instructions,
     task_folders,
 )
+from services.hub.tasks.materialise import Prepared, changes, pin_sha256
 
 GRADER = "tests/grader.py"
 
