@@ -7,7 +7,8 @@
 #   WHEELHOUSE   folder with torch's CPU build, default what PIP_FIND_LINKS names
 #   EXTRA_INDEX  package index to look in besides uv's default one
 #   CA_BUNDLE    certificates that builds trust, default the host's own bundle
-# Exit codes: 0 built; 1 a build failed; 2 unknown variant; 3 the machine lacks something.
+# Exit codes: 0 built; 1 a build failed; 2 unknown variant; 3 something must be installed by hand; 5 the images cannot
+# run on this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,12 +17,12 @@ shift || true
 has_avx2() { grep -qw avx2 /proc/cpuinfo; }
 die() { local code=$1; shift; echo "build_images: $*" >&2; exit "$code"; }
 
+scripts/check_system.sh
 case $VARIANT in
-    cpu) has_avx2 || die 3 "this processor has no AVX2, which vLLM's CPU build needs; use one that has it, or a GPU" ;;
+    cpu) has_avx2 || die 5 "this processor has no AVX2, which vLLM's CPU build needs; use one that has it, or a GPU" ;;
     cuda) ;;
     *) die 2 "found variant '$VARIANT'; allowed are cpu and cuda" ;;
 esac
-[ "$(uname -m)" = x86_64 ] || die 3 "found $(uname -m); the images are built for x86_64 only"
 scripts/ensure_docker.sh
 scripts/build_base.sh
 

@@ -38,10 +38,36 @@ def engine(setup: Setup) -> Check:
     if setup.engine is None:
         mend = "start it, or run `make docker`, which installs one on Debian"
         return not_ready("engine", "no Docker engine answers", mend)
-    version = str(setup.engine.version()["Version"])
+    answer = setup.engine.version()
+    if kind := unsupported(answer.get("Components") or (), setup.engine.info()):
+        return unfit("engine", f"the engine that answers is {kind}", "use a Docker engine that root runs")
+    version = str(answer["Version"])
     if _numbers(version) < MIN_ENGINE:
         return not_ready("engine", f"Docker engine {version}", "25.0 or newer is needed: run `make docker`")
     return ok("engine", f"Docker engine {version}")
+
+
+def unsupported(components: Iterable[dict[str, Any]], info: dict[str, Any]) -> str:
+    """Which engine this is, of those on which env cannot start sandboxes as it must; empty for none of them."""
+    if any("podman" in str(part.get("Name", "")).lower() for part in components):
+        return "Podman"
+    return "rootless Docker" if any("rootless" in option for option in info.get("SecurityOptions") or ()) else ""
+
+
+def readable(setup: Setup) -> Check:
+    """The services' user enters and reads the checkout: as the host's other users do, and below no folder that only
+    the containers' root may enter."""
+    name, places = "readable", (setup.recipe_path.resolve(), setup.tasks_dir, setup.models_dir)
+    for place in (*places, setup.runs_dir):
+        if place.is_relative_to("/root"):
+            mend = "move the checkout (and RUNS_DIR, TASKS_DIR) to a folder such as /srv or /home/<you>"
+            return unfit(name, f"{place} is below /root, which the services' user may not enter", mend)
+    for place in places:
+        needed = stat.S_IROTH | (stat.S_IXOTH if place.is_dir() else 0)
+        if place.exists() and place.stat().st_mode & needed != needed:
+            mend = f"chmod --recursive o+rX {place}"
+            return unfit(name, f"{place} cannot be read by other users, and the services run as one", mend)
+    return ok(name, "the services' user reads recipe, tasks and models")
 
 
 def compose(_setup: Setup) -> Check:
@@ -52,17 +78,22 @@ def compose(_setup: Setup) -> Check:
     return ok("compose", f"Docker Compose {found}")
 
 
-def docker_socket(setup: Setup, path: Path = SOCKET) -> Check:
-    """env mounts the socket at this path, wherever this shell's client finds its engine."""
+def docker_socket(setup: Setup, path: Path = SOCKET, endpoint: str | None = None) -> Check:
+    """env mounts the socket at this path, wherever this shell's client finds its engine.
+
+    Args: endpoint: of the client's context.
+    """
     if setup.cfg.env.backend != "docker":
         return skipped("socket", f"backend {setup.cfg.env.backend} starts no container on this machine")
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         mend = f"make the engine listen on {path}; env starts sandboxes through it"
         return not_ready("socket", f"{path} is no socket", mend)
-    elsewhere = setup.environment.get("DOCKER_HOST", "")
-    if elsewhere and elsewhere != f"unix://{path}":
-        mend = f"unset DOCKER_HOST: env would start its sandboxes on the engine behind {path}"
-        return not_ready("socket", f"DOCKER_HOST is {elsewhere}", mend)
+    if endpoint is None:
+        endpoint = output_of("docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")[1]
+    elsewhere = setup.environment.get("DOCKER_HOST") or endpoint
+    if elsewhere.startswith(("unix:", "tcp:", "ssh:", "fd:")) and elsewhere != f"unix://{path}":
+        mend = f"unset DOCKER_HOST, `docker context use default`: env starts its sandboxes on the engine behind {path}"
+        return not_ready("socket", f"this shell's Docker client uses {elsewhere}", mend)
     return ok("socket", str(path))
 
 

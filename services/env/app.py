@@ -28,6 +28,7 @@ from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, hub_sandbox, manifest, public, sandbox, suites, web
 from services.env.docker import inspect, make_network
+from services.env.hand_over import hand_over
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard
 from services.env.state import OperatorRoutes
@@ -126,6 +127,7 @@ def serve(cfg: Recipe, run: RunDir) -> int:
             if places.setup_network:
                 make_network(places.setup_network, SETUP_NETWORK_OPTIONS)
         sweep_backend(cfg, run)
+        hand_over_trials(run)
         manifest.write(cfg, run, *provider.suites())
         record(cfg, run)
         board = Scoreboard()
@@ -152,7 +154,14 @@ def serve(cfg: Recipe, run: RunDir) -> int:
                 server.join()
             # Of a server that did not end in time the rollouts count as live; they end with this process.
             sweep_backend(cfg, run, keep_live=False)
+            hand_over_trials(run)
     return 0
+
+
+def hand_over_trials(run: RunDir) -> None:
+    """A sandbox hands its files over when it ends; what it did not come to, because env was killed, this does."""
+    if os.geteuid() == 0 and run.trials.is_dir():
+        hand_over(run.trials, run_dir.host_user(run.path.parent))
 
 
 def sweep_backend(cfg: Recipe, run: RunDir, *, keep_live: bool = True) -> int:

@@ -28,6 +28,7 @@ from services.common import run_dir
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker, inspect
+from services.env.hand_over import hand_over
 from services.env.ledger import Ledger
 from services.env.start_rate import StartRate
 from services.env.sweep import LABEL
@@ -81,6 +82,7 @@ class Sandbox(DockerEnvironment):
         self._project = _sanitize_docker_compose_project_name(self.session_id)
         self._container = f"{self._project}-main-1"
         self._ledger = Ledger(RunDir(Path(run_path)).ledger)
+        self._host_user = run_dir.host_user(Path(run_path).parent)
         self._start_timeout_s = start_timeout_s
         self.image_id = ""
 
@@ -114,6 +116,8 @@ class Sandbox(DockerEnvironment):
         if await self._docker("container", "rm", "--force", "--volumes", self._container) != 0:
             self.logger.warning("container %s could not be removed; the next sweep will", self._container)
             return
+        if os.getuid() == 0:
+            await asyncio.to_thread(hand_over, self.trial_paths.trial_dir, self._host_user)
         self._ledger.record("closed", self._project)
 
     @staticmethod

@@ -25,10 +25,15 @@ class FakeEngine:
     """FAKE of docker.DockerClient: the parts that the checks ask."""
 
     def __init__(
-        self, found: dict[str, dict[str, Any]], version: str = "26.1.5", runtimes: tuple[str, ...] = ()
+        self,
+        found: dict[str, dict[str, Any]],
+        version: str = "26.1.5",
+        runtimes: tuple[str, ...] = (),
+        components: tuple[str, ...] = ("Engine",),
+        security: tuple[str, ...] = (),
     ) -> None:
-        self._version = version
-        self._runtimes = runtimes
+        self._version = {"Version": version, "Components": [{"Name": name} for name in components]}
+        self._info = {"Runtimes": dict.fromkeys(runtimes), "SecurityOptions": list(security)}
 
         def get(name: str) -> SimpleNamespace:
             if name not in found:
@@ -39,11 +44,11 @@ class FakeEngine:
         self.networks = SimpleNamespace(list=list)
         self.containers = SimpleNamespace(list=lambda filters: [])
 
-    def version(self) -> dict[str, str]:
-        return {"Version": self._version}
+    def version(self) -> dict[str, Any]:
+        return self._version
 
     def info(self) -> dict[str, Any]:
-        return {"Runtimes": dict.fromkeys(self._runtimes)}
+        return self._info
 
 
 def with_engine(setup: Setup, engine: FakeEngine) -> Setup:
@@ -106,9 +111,29 @@ def test_a_socket_that_is_none_or_another_one_fails(broken: Broken, setup: Setup
     fails(machine.docker_socket(setup, tmp_path / "docker.sock"), 3, "no socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "docker.sock"))
-        assert machine.docker_socket(setup, tmp_path / "docker.sock").state == "ok"
+        own = f"unix://{tmp_path}/docker.sock"
+        assert machine.docker_socket(setup, tmp_path / "docker.sock", own).state == "ok"
+        rootless = "unix:///run/user/1000/docker.sock"
+        fails(machine.docker_socket(setup, tmp_path / "docker.sock", rootless), 3, rootless, "docker context use")
         elsewhere = broken(environment={"DOCKER_HOST": "tcp://10.0.0.1:2375"})
         fails(machine.docker_socket(elsewhere, tmp_path / "docker.sock"), 3, "tcp://10.0.0.1:2375", "unset DOCKER_HOST")
+
+
+def test_an_engine_that_is_not_supported_is_named(setup: Setup) -> None:
+    podman = FakeEngine({}, version="5.4.0", components=("Podman Engine", "Conmon"))
+    fails(machine.engine(with_engine(setup, podman)), 5, "Podman")
+    rootless = FakeEngine({}, security=("name=seccomp,profile=builtin", "name=rootless"))
+    fails(machine.engine(with_engine(setup, rootless)), 5, "rootless")
+    assert machine.engine(with_engine(setup, FakeEngine({}))).state == "ok"
+
+
+def test_a_checkout_that_the_services_user_cannot_enter_or_read_fails(broken: Broken, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir(mode=0o755)
+    assert machine.readable(broken(tasks_dir=tasks)).state == "ok"
+    tasks.chmod(0o750)
+    fails(machine.readable(broken(tasks_dir=tasks)), 5, str(tasks), "chmod")
+    fails(machine.readable(broken(runs_dir=Path("/root/project/runs"))), 5, "/root/project/runs", "move")
 
 
 # --- Processor, memory, disk, port -----------------------------------------------------------------------------------
