@@ -122,7 +122,7 @@ def image_ids(cfg: Recipe, pattern: str) -> dict[str, str]:
     """Name -> id, as in a run's manifest. Args: pattern: reference of an image, with {} for its name."""
     references = {name: pattern.format(name) for name in IMAGES if name != "sandbox"}
     if cfg.env.backend == "docker":  # elsewhere the image is not on this machine, and its name must do
-        references["sandbox"] = cfg.env.sandbox_image
+        references["sandbox"] = cfg.env.sandbox_image or pattern.format("sandbox")
     client = docker.from_env()
     return {name: str(client.images.get(reference).id) for name, reference in references.items()}
 

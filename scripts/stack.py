@@ -105,7 +105,8 @@ class Stack:
 
     def __init__(self, variant: str, environment: dict[str, str], stop: signals.StopFlag) -> None:
         files = [*compose_files(variant), *(["compose.hub.yaml"] if os.environ.get("HF_TOKEN") else [])]
-        self._environment = {"COMPOSE_FILE": ":".join(files), **os.environ, **environment}
+        pull = {"PULL_POLICY": "missing"} if os.environ.get("REGISTRY", "local") != "local" else {}
+        self._environment = {"COMPOSE_FILE": ":".join(files), **pull, **os.environ, **environment}
         self._stop = stop
 
     def __call__(self, *arguments: str, check: bool = True, quiet: bool = True, always: bool = False) -> int:

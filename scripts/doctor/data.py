@@ -25,7 +25,7 @@ def task_suites(setup: Setup) -> Check:
         train = tasks.load_suite(setup.tasks_dir, cfg.tasks.train)
         heldout = tasks.load_suite(setup.tasks_dir, cfg.tasks.heldout)
         tasks.check_disjoint(train, heldout)
-        tasks.check_image((*train, *heldout), cfg.env.sandbox_image)
+        tasks.check_image((*train, *heldout), setup.sandbox_image)
     except RecipeError as error:
         mend = "restore data/tasks, or make the suites: `python -m scripts.prepare_tasks --help`"
         return bad_recipe("tasks", str(error), mend)

@@ -55,7 +55,7 @@ def made_from_these_locks(setup: Setup) -> Check:
         return skipped("image-locks", "no Docker engine answers")
     references = {name: setup.image(name) for name in IMAGES}
     if setup.cfg.env.backend == "docker":
-        references["sandbox"] = setup.cfg.env.sandbox_image
+        references["sandbox"] = setup.sandbox_image
     stale = []
     for name, reference in references.items():
         try:

@@ -63,9 +63,13 @@ class Setup:
         return f"{self.registry}/{PROJECT}-{name}:{self.tag}"
 
     @property
+    def sandbox_image(self) -> str:
+        return self.cfg.env.sandbox_image or self.image("sandbox")
+
+    @property
     def images(self) -> list[str]:
         """Every image that a run of this set-up starts."""
-        sandbox = [self.cfg.env.sandbox_image] if self.cfg.env.backend == "docker" else []
+        sandbox = [self.sandbox_image] if self.cfg.env.backend == "docker" else []
         return [*(self.image(name) for name in IMAGES), *sandbox]
 
     @property

@@ -163,8 +163,8 @@ class Reward(Section):
 class Env(Section):
     backend: Literal["docker", "hf-sandbox", "daytona", "e2b", "modal"] = "docker"
     """Where sandboxes run: this machine's Docker engine, Hugging Face Jobs, or another backend of Harbor's."""
-    sandbox_image: str = "local/opencode-rl-sandbox:cpu"
-    """Task base image with the agent baked in."""
+    sandbox_image: str | None = None
+    """Task base image with the agent baked in. Not set: the project's own, as REGISTRY and TAG name all others."""
     opencode_version: str = "1.18.33"
     """Checked against the binary in the sandbox image, once per image."""
     sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -408,7 +408,7 @@ class Recipe(Section):
                     f"rollout.agent_timeout_s {self.rollout.agent_timeout_s}; the idle timeout must exceed it, or the "
                     "sandbox ends under a running agent"
                 )
-            if self.env.sandbox_image.startswith("local/"):
+            if self.env.sandbox_image is None or self.env.sandbox_image.startswith("local/"):
                 raise ValueError(
                     f"env.sandbox_image is {self.env.sandbox_image!r}; with backend hf-sandbox the Hub pulls it, so it "
                     "must be in a registry: `make push`, then name it by digest (images/digests.json)"
@@ -458,6 +458,11 @@ class Recipe(Section):
         if self.model.source == "local":
             return str(Path(os.environ.get("MODELS_DIR", "data/models")) / self.model.id)
         return self.model.id
+
+    def sandbox_image(self) -> str:
+        """Image of every sandbox of the run: the recipe's, or the project's own as IMAGE_PATTERN says."""
+        pattern = os.environ.get("IMAGE_PATTERN") or "local/opencode-rl-{}:cpu"
+        return self.env.sandbox_image or pattern.format("sandbox")
 
     def sha256(self) -> str:
         """Hash of the resolved values, equal for two files that mean the same run."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_every_service_has_image_health_and_no_privilege(stack: dict) -> None:
     assert set(stack["services"]) == SERVICES
     for name, service in stack["services"].items():
         assert service["image"], name
+        assert service["pull_policy"] == "never", f"{name}: anybody may own the name local/ in a public registry"
         assert service["healthcheck"]["test"], name
         assert service["init"] is True, name
         # A vLLM whose engine died ends with code 0, and is wanted back all the same.
@@ -44,6 +46,16 @@ def test_every_service_has_image_health_and_no_privilege(stack: dict) -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert "container_name" not in service, name
         assert not service.get("privileged"), name
+
+
+def test_every_image_follows_registry_and_tag_the_sandboxes_too() -> None:
+    for files in STACKS.values():
+        services = config(*files, REGISTRY="localhost:5000/me", TAG="mine", PULL_POLICY="missing")["services"]
+        assert {service["pull_policy"] for service in services.values()} == {"missing"}
+        for name, service in services.items():
+            assert re.fullmatch(r"localhost:5000/me/opencode-rl-\w+:mine", service["image"]), name
+        for name in ("env", "evaluator"):
+            assert services[name]["environment"]["IMAGE_PATTERN"] == "localhost:5000/me/opencode-rl-{}:mine"
 
 
 def test_only_env_has_the_docker_socket(stack: dict) -> None:
@@ -71,6 +83,7 @@ def test_published_ports_are_on_loopback(stack: dict) -> None:
 def test_the_dashboard_is_a_project_of_its_own_that_meets_no_service_and_sees_no_run() -> None:
     found = config("compose.dash.yaml")
     (dash,) = found["services"].values()
+    assert dash["pull_policy"] == "never"
     assert found["name"] == "opencode-rl-dash" and dash["profiles"] == ["dash"]
     assert [Path(volume["source"]).name for volume in dash["volumes"]] == [".trackio"]
     assert {port["host_ip"] for port in dash["ports"]} == {"127.0.0.1"}

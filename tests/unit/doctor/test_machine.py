@@ -59,7 +59,7 @@ def with_engine(setup: Setup, engine: FakeEngine) -> Setup:
 def built(setup: Setup, **labels: str) -> dict[str, dict[str, Any]]:
     """Every image of the set-up, made from the locks of this checkout."""
     names = {name: setup.image(name) for name in ("policy", "trainer", "env", "tools")}
-    names["sandbox"] = setup.cfg.env.sandbox_image
+    names["sandbox"] = setup.sandbox_image
     return {
         reference: {
             "labels": {
