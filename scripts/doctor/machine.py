@@ -219,16 +219,37 @@ def gpus(setup: Setup, listing: str | None = None, peers: str | None = None, cud
     return ok("gpus", f"{found}; driver {driver}, peer access")
 
 
-def container_gpus(setup: Setup) -> Check:
+def container_gpus(setup: Setup, cdi_kinds: set[str] | None = None) -> Check:
+    """Which of the two ways to give GPUs to containers this host has, and whether the compose files use it.
+
+    Args: cdi_kinds: of the CDI specifications on this machine, such as ``nvidia.com/gpu``.
+    """
+    name = "gpu-runtime"
     if setup.variant == "cpu":
-        return skipped("gpu-runtime", "the cpu images use none")
+        return skipped(name, "the cpu images use none")
     if setup.engine is None:
-        return skipped("gpu-runtime", "no Docker engine answers")
-    runtimes = setup.engine.info().get("Runtimes") or {}
-    if "nvidia" not in runtimes and not list(Path("/etc/cdi").glob("nvidia*")):
-        mend = "install nvidia-container-toolkit and restart the engine"
-        return unfit("gpu-runtime", "the engine has no runtime for GPUs", mend)
-    return ok("gpu-runtime", "the engine hands GPUs to containers")
+        return skipped(name, "no Docker engine answers")
+    info = setup.engine.info()
+    spec_folders = info.get("CDISpecDirs") or []
+    kinds = _cdi_kinds(map(Path, spec_folders)) if cdi_kinds is None else cdi_kinds
+    runtime, cdi = "nvidia" in (info.get("Runtimes") or {}), bool(spec_folders) and "nvidia.com/gpu" in kinds
+    files = (setup.environment.get("COMPOSE_FILE") or "compose.yaml").split(":")
+    asked = any(Path(file).name == "compose.cdi.yaml" for file in files)
+    if not runtime and not cdi:
+        mend = "install nvidia-container-toolkit, then `nvidia-ctk runtime configure` (or `nvidia-ctk cdi generate`, "
+        mend += 'and "features": {"cdi": true} in /etc/docker/daemon.json), and restart the engine'
+        return unfit(name, "the engine gives no GPU to containers: it has neither the nvidia runtime nor CDI", mend)
+    if asked and not cdi:
+        return unfit(name, "COMPOSE_FILE has compose.cdi.yaml, and the engine has the nvidia runtime", "leave it out")
+    if cdi and not runtime and not asked:
+        mend = f"COMPOSE_FILE={':'.join([*files, 'compose.cdi.yaml'])}"
+        return unfit(name, "the engine gives GPUs to containers by CDI, and COMPOSE_FILE lacks compose.cdi.yaml", mend)
+    return ok(name, "GPUs by CDI" if asked else "GPUs by the nvidia runtime")
+
+
+def _cdi_kinds(folders: Iterable[Path]) -> set[str]:
+    specs = [path for folder in folders for path in (*folder.glob("*.yaml"), *folder.glob("*.json"))]
+    return {kind for path in specs for kind in re.findall(r"""kind["']?:\s*["']?([\w./-]+)""", path.read_text())}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

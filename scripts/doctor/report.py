@@ -37,6 +37,7 @@ START: tuple[Callable[[Setup], Check], ...] = (
     machine.disk,
     machine.port,
     machine.docker_socket,
+    machine.container_gpus,
     machine.engine,
     machine.compose,
     images.present,

@@ -21,6 +21,7 @@ def config(*files: str, **environment: str) -> dict:
     return json.loads(out.stdout)
 
 
+CDI = ("compose.yaml", "compose.cdi.yaml")
 STACKS = {
     "two-gpu": ("compose.yaml",),
     "one-gpu": ("compose.yaml", "compose.one-gpu.yaml"),
@@ -125,6 +126,21 @@ def test_each_stack_has_its_gpus() -> None:
     }
     other = config(*STACKS["two-gpu"], TRAINER_GPU="4", POLICY_GPU="5", EVAL_GPU="6")
     assert gpus(other) == [[["4"]], [["5"]], [["6"]]]
+
+
+def test_a_host_with_cdi_gets_its_gpus_by_it_alone() -> None:
+    def devices(*files: str, **environment: str) -> list[list[tuple[str, list[str]]]]:
+        services = config(*files, **environment)["services"]
+        reservations = [
+            services[name]["deploy"]["resources"]["reservations"] for name in ("trainer", "policy", "policy-eval")
+        ]
+        return [[(device["driver"], device["device_ids"]) for device in found["devices"]] for found in reservations]
+
+    assert devices(*CDI) == [[("cdi", [f"nvidia.com/gpu={number}"])] for number in (0, 1, 1)]
+    other = devices(*CDI, TRAINER_GPU="4", POLICY_GPU="5", EVAL_GPU="6")
+    assert other == [[("cdi", [f"nvidia.com/gpu={number}"])] for number in (4, 5, 6)]
+    one = devices("compose.yaml", "compose.one-gpu.yaml", "compose.cdi.yaml", GPU="0")
+    assert one == [[("cdi", ["nvidia.com/gpu=0"])]] * 3
 
 
 def test_each_stack_has_a_recipe_that_fits_it() -> None:

@@ -31,9 +31,10 @@ class FakeEngine:
         runtimes: tuple[str, ...] = (),
         components: tuple[str, ...] = ("Engine",),
         security: tuple[str, ...] = (),
+        cdi: tuple[str, ...] = (),
     ) -> None:
         self._version = {"Version": version, "Components": [{"Name": name} for name in components]}
-        self._info = {"Runtimes": dict.fromkeys(runtimes), "SecurityOptions": list(security)}
+        self._info = {"Runtimes": dict.fromkeys(runtimes), "SecurityOptions": list(security), "CDISpecDirs": list(cdi)}
 
         def get(name: str) -> SimpleNamespace:
             if name not in found:
@@ -209,7 +210,24 @@ def test_missing_old_small_or_parted_gpus_are_told(
 def test_an_engine_that_hands_out_no_gpu_fails(broken: Broken, tmp_path: Path) -> None:
     setup = with_engine(broken(variant="cuda"), FakeEngine({}))
     fails(machine.container_gpus(setup), 5, "nvidia-container-toolkit")
-    assert machine.container_gpus(with_engine(setup, FakeEngine({}, runtimes=("nvidia",)))).state == "ok"
+    found = machine.container_gpus(with_engine(setup, FakeEngine({}, runtimes=("nvidia",))))
+    assert (found.state, found.found) == ("ok", "GPUs by the nvidia runtime")
+
+
+def test_a_host_with_cdi_wants_its_compose_file_and_one_with_the_runtime_does_not(
+    broken: Broken, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia.yaml").write_text('cdiVersion: "0.5.0"\nkind: nvidia.com/gpu\ndevices: []\n')
+    (tmp_path / "other.json").write_text('{"cdiVersion": "0.5.0", "kind": "vendor.com/net", "devices": []}')
+    by_cdi, by_runtime = FakeEngine({}, cdi=(str(tmp_path),)), FakeEngine({}, runtimes=("nvidia",))
+    without = broken(variant="cuda", environment={"COMPOSE_FILE": "compose.yaml:compose.one-gpu.yaml"})
+    mend = "COMPOSE_FILE=compose.yaml:compose.one-gpu.yaml:compose.cdi.yaml"
+    fails(machine.container_gpus(with_engine(without, by_cdi)), 5, "CDI", mend)
+    asked = broken(variant="cuda", environment={"COMPOSE_FILE": "compose.yaml:compose.cdi.yaml"})
+    assert machine.container_gpus(with_engine(asked, by_cdi)).found == "GPUs by CDI"
+    fails(machine.container_gpus(with_engine(asked, by_runtime)), 5, "nvidia runtime", "leave it out")
+    (tmp_path / "nvidia.yaml").unlink()
+    fails(machine.container_gpus(with_engine(asked, by_cdi)), 5, "neither the nvidia runtime nor CDI")
 
 
 def test_the_cpu_variant_skips_gpus(setup: Setup) -> None:
