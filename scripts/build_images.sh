@@ -3,7 +3,7 @@
 #
 # Usage: build_images.sh [cpu|cuda [TARGET_OR_BAKE_ARGUMENT...]]    e.g. `build_images.sh cpu env`, `... cpu test`
 #
-# Environment: REGISTRY, TAG, SANDBOX_BASE: see images/docker-bake.hcl;
+# Environment: REGISTRY, TAG, SANDBOX_BASE: see images/docker-bake.hcl; SANDBOX_BASE is by default what RECIPE says;
 #   WHEELHOUSE   folder with torch's CPU build, default what PIP_FIND_LINKS names
 #   EXTRA_INDEX  package index to look in besides uv's default one
 #   CA_BUNDLE    certificates that builds trust, default the host's own bundle
@@ -25,6 +25,12 @@ case $VARIANT in
 esac
 scripts/ensure_docker.sh
 scripts/build_base.sh
+
+# env.sandbox_base of the recipe, or what `make prepare` has found for it.
+if [ -z "${SANDBOX_BASE:-}" ] && [ -r "${RECIPE:-}" ]; then
+    SANDBOX_BASE=$(sed -nE 's/^sandbox_base *= *"([^"]+)".*/\1/p' "$RECIPE" "$RECIPE.lock" 2>/dev/null | head -n 1)
+fi
+if [ -n "${SANDBOX_BASE:-}" ]; then export SANDBOX_BASE; else unset SANDBOX_BASE; fi
 
 bundle=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
 if [ -z "${CA_BUNDLE:-}" ] && [ -s "$bundle" ]; then export CA_BUNDLE=$bundle; fi

@@ -165,6 +165,9 @@ class Env(Section):
     """Where sandboxes run: this machine's Docker engine, Hugging Face Jobs, or another backend of Harbor's."""
     sandbox_image: str | None = None
     """Task base image with the agent baked in. Not set: the project's own, as REGISTRY and TAG name all others."""
+    sandbox_base: str | None = None
+    """Image that `make images` builds the sandbox image on: the one that the tasks are made for. Not set: the project's
+    Debian."""
     opencode_version: str = "1.18.33"
     """Checked against the binary in the sandbox image, once per image."""
     sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0

@@ -244,6 +244,16 @@ def test_a_missing_image_is_named(setup: Setup) -> None:
     fails(images.present(with_engine(setup, FakeEngine(found))), 3, "opencode-rl-tools:cpu", "make images VARIANT=cpu")
 
 
+def test_a_sandbox_image_on_another_base_than_the_tasks_want_is_refused(setup: Setup, broken: Broken) -> None:
+    def on(base: str) -> FakeEngine:
+        return FakeEngine({setup.sandbox_image: {"labels": {images.BASE_LABEL: base}}})
+
+    assert images.sandbox_base(with_engine(setup, on("opencode-rl/base:bookworm"))).state == "ok"
+    wants = broken(env__sandbox_base="example/tasks@sha256:0a")
+    assert images.sandbox_base(with_engine(wants, on("example/tasks@sha256:0a"))).state == "ok"
+    fails(images.sandbox_base(with_engine(wants, on("opencode-rl/base:bookworm"))), 3, "example/tasks", "make images")
+
+
 def test_an_image_of_the_other_variant_is_refused(setup: Setup) -> None:
     found = built(setup, **{images.VARIANT_LABEL: "cuda"})
     fails(images.present(with_engine(setup, FakeEngine(found))), 5, "built for cuda", "VARIANT")
