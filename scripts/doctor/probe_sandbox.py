@@ -1,5 +1,5 @@
-"""Runs inside the env image, fed on stdin: starts a task's sandbox as a rollout does, grades it with nothing done, does what
-the reference solution says in another, and prints both as JSON. It judges nothing; ``sandbox`` does."""
+"""Runs inside the env image, fed on stdin: starts a task's sandbox as a rollout does, grades it with nothing done, and
+another after the reference solution, and prints both as JSON. It judges nothing; ``sandbox`` does."""
 
 import asyncio
 import contextlib
