@@ -17,7 +17,10 @@ DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)$(if $(HF_TOKEN),:compose.hub.yaml)
 
 ##@ Run
-.PHONY: smoke learn train resume eval status dash traces doctor logs down purge
+.PHONY: prepare smoke learn train resume eval status dash traces doctor logs down purge
+prepare: $(VENV)/ready ## Bring what RECIPE needs here and lock it: model commit and weights, tasks, sandbox base
+	$(RUN) scripts.prepare_run
+
 smoke: $(VENV)/ready images ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
 

@@ -180,7 +180,7 @@ def _phases(
     console.print(f"Run [bold]{this.path.name}[/bold], recipe {os.environ['RECIPE']}, in {this.path}")
     servers = ["policy", "env", *(["policy-eval"] if watch == Watch.BESIDE else [])]
     with timings.phase("start", f"Starting {', '.join(servers)}"):
-        stack("up", "--detach", "--wait", *servers)
+        stack("up", "--detach", "--wait", "--wait-timeout", f"{cfg.watchdog.start_limit_s:.0f}", *servers)
     with timings.phase("train", "Training"):
         stack("up", "--detach", "trainer", *(["evaluator"] if watch == Watch.BESIDE else []))
         progress.follow(this, cfg, ended=lambda: stop.is_set() or stack.exit_code("trainer") is not None)

@@ -490,11 +490,37 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
+    _fill_in(values, path)
     try:
         # Through JSON, where strict means "no conversion" and a list still is a tuple: "4" and true are no numbers.
         return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise RecipeError(f"recipe {path} is refused:\n" + "\n".join(_messages(error))) from None
+
+
+def lock_path(path: Path) -> Path:
+    """What `make prepare` has resolved for the recipe at ``path``."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _fill_in(values: dict[str, Any], path: Path) -> None:
+    """Set what the recipe leaves open as it is locked: in the file beside it, or, in a container, by variables.
+
+    Raises: RecipeError: the lock is of another model than the recipe.
+    """
+    locked: dict[str, str] = dict(os.environ)
+    if (lock := lock_path(path)).is_file():
+        locked = dict(line.split("=", 1) for line in lock.read_text(encoding="utf-8").splitlines() if "=" in line)
+    model, env = values.get("model"), values.setdefault("env", {})
+    if isinstance(env, dict) and (base := locked.get("LOCKED_SANDBOX_BASE")):
+        env.setdefault("sandbox_base", base)
+    if not isinstance(model, dict) or model.get("source", "hub") != "hub" or model.get("revision"):
+        return
+    name, _, revision = locked.get("LOCKED_MODEL", "").rpartition("@")
+    if name and name != model.get("id"):
+        raise RecipeError(f"recipe {path} names model {model.get('id')}, and its lock {name}; run `make prepare` again")
+    if revision:
+        model["revision"] = revision
 
 
 def from_environment() -> Recipe:

@@ -322,8 +322,8 @@ def suite_folder(tasks_dir: Path, suite: str) -> Path:
         found = ", ".join(sorted(path.name for path in tasks_dir.glob("*") if path.is_dir())) or "none"
         hint = ""
         if (tasks_dir / f"{suite.split('/')[0]}.json").is_file():
-            hint = f"; run `prepare_tasks fetch {suite.split('/')[0]}` first"
-        raise RecipeError(f"suite {suite} is not in {tasks_dir} (there: {found}){hint}")
+            hint = f", or `prepare_tasks fetch {suite.split('/')[0]}`"
+        raise RecipeError(f"suite {suite} is not in {tasks_dir} (there: {found}); run `make prepare`{hint}")
     return folder
 
 

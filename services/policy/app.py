@@ -121,7 +121,7 @@ def cached_folder(cfg: Recipe) -> Path:
     if not isinstance(found, str):
         raise RecipeError(
             f"model {cfg.model.id} at {revision} is not in the Hub cache (HF_HOME); a starting container downloads "
-            f"nothing, so fetch it on the host first: hf download {cfg.model.id} --revision {revision}"
+            "nothing, so run `make prepare` on the host first"
         )
     return Path(found).parent
 

@@ -15,7 +15,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, Rollo
 from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
 from services.common import signals
-from services.trainer import control
+from services.trainer import control, one_line
 from services.trainer.groups import ended_with_nothing, numbered
 from services.trainer.resume import Cursor
 
@@ -42,6 +42,7 @@ class RolloutLoop(_HarnessRolloutLoop):
         super().__init__(**kwargs)
         # A killed trainer must not leave a worker behind that goes on making rollouts for nobody.
         signals.die_with_parent()
+        one_line.install()
         self._fresh = cursor.positions()
         self._again: deque[int] = deque()
         self._shuffle_rewards = shuffle_rewards
