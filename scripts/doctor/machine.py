@@ -23,8 +23,6 @@ MIN_ENGINE = (25, 0)
 """start_interval of a health check."""
 MIN_DRIVER = {"13": 580, "12": 525}
 """CUDA's major version -> first NVIDIA driver that runs it."""
-MIN_GPU_GB = 40
-"""2.6B in bf16 twice on the policy's GPU (served and pristine target matrices) and its KV cache."""
 NETWORKS_NEEDED = 4
 """Of the compose project; sandboxes share one of them."""
 DEFAULT_POOLS: list[dict[str, Any]] = [{"Base": f"172.{number}.0.0/16", "Size": 16} for number in range(17, 32)] + [
@@ -207,9 +205,6 @@ def gpus(setup: Setup, listing: str | None = None, peers: str | None = None, cud
     if driver < MIN_DRIVER[cuda_major]:
         mend = f"install driver {MIN_DRIVER[cuda_major]} or newer: torch is built for CUDA {cuda_major}"
         return unfit("gpus", f"{found}; driver {driver}", mend)
-    if small := [row[0] for row in rows if int(row[2]) / 1024 < MIN_GPU_GB]:
-        mend = f"{MIN_GPU_GB} GB are wanted for 2.6B: lower policy.max_num_seqs or rollout.max_inflight"
-        return warn("gpus", f"{found}; GPU {', '.join(small)} is small", mend)
     if len(rows) < 2:
         mend = "COMPOSE_FILE=compose.yaml:compose.one-gpu.yaml with the one-GPU recipe; else the policy needs GPU 1"
         return warn("gpus", f"{found}; one GPU", mend)

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts import checks
 from scripts.checks import Check
-from scripts.doctor import data, hub, images, machine, pitfalls, policy, sandbox
+from scripts.doctor import data, hub, images, machine, memory, pitfalls, policy, sandbox
 from scripts.doctor.setup import Setup
 from services.common.errors import MachineError, StackError
 
@@ -25,6 +25,7 @@ MACHINE = (
     machine.address_pools,
     machine.gpus,
     machine.container_gpus,
+    memory.policy_memory,
 )
 DATA = (data.recipe_file, data.task_suites, data.model, data.output_caps, data.tracker)
 IMAGES = (images.present, images.made_from_these_locks, images.sandbox_base, images.digests, images.versions)
@@ -38,6 +39,7 @@ START: tuple[Callable[[Setup], Check], ...] = (
     machine.port,
     machine.docker_socket,
     machine.container_gpus,
+    memory.policy_memory,
     machine.engine,
     machine.compose,
     images.present,

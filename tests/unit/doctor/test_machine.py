@@ -197,12 +197,9 @@ def test_two_gpus_with_peer_access_are_ok(broken: Broken) -> None:
         (TWO.replace("580.82", "535.10"), PEERS, "fail", "driver 535"),
         (TWO.splitlines()[0], PEERS, "warn", "one GPU"),
         (TWO, PEERS.replace("OK", "NS"), "warn", "no peer access"),
-        (TWO.replace("143771", "24576"), PEERS, "warn", "GPU 0, 1 is small"),
     ],
 )
-def test_missing_old_small_or_parted_gpus_are_told(
-    broken: Broken, listing: str, peers: str, state: str, words: str
-) -> None:
+def test_missing_old_or_parted_gpus_are_told(broken: Broken, listing: str, peers: str, state: str, words: str) -> None:
     found = machine.gpus(broken(variant="cuda"), listing, peers)
     assert found.state == state and words in found.found
 
