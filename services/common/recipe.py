@@ -498,6 +498,19 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise RecipeError(f"recipe {path} is refused:\n" + "\n".join(_messages(error))) from None
 
 
+def require_weights(cfg: Recipe) -> None:
+    """Raises: RecipeError: no commit of the model is named, or it is not in the Hub cache (HF_HOME), which no starting
+    process fills."""
+    if cfg.model.source != "hub":
+        return
+    if cfg.model.revision is None:
+        raise RecipeError("model.revision is missing; a Hub model needs its full commit: run `make prepare`")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    folder = home / "hub" / f"models--{cfg.model.id.replace('/', '--')}" / "snapshots" / cfg.model.revision
+    if not (folder / "config.json").exists():
+        raise RecipeError(f"model {cfg.model.id} at {cfg.model.revision} is not in {home}: run `make prepare`")
+
+
 def lock_path(path: Path) -> Path:
     """What `make prepare` has resolved for the recipe at ``path``."""
     return path.with_name(f"{path.name}.lock")

@@ -166,12 +166,20 @@ def test_tasks_that_start_from_several_images_are_refused(place: Place) -> None:
         prepare_run.sandbox_base(cfg, place.tasks_dir)
 
 
-def test_before_it_policy_and_env_each_say_its_name(place: Place) -> None:
+def test_before_it_policy_env_and_trainer_each_say_its_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = recipe.load(place.recipe)
+    with pytest.raises(RecipeError, match="run `make prepare`"):
+        recipe.require_weights(cfg)
     with pytest.raises(RecipeError, match="run `make prepare`"):
         argv.hub_revision(cfg)
     with pytest.raises(RecipeError, match="run `make prepare`"):
         tasks.load_suite(place.tasks_dir, "train")
+    place.prepare()
+    monkeypatch.setenv("HF_HOME", str(place.folder / "empty"))
+    with pytest.raises(RecipeError, match="run `make prepare`"):
+        recipe.require_weights(recipe.load(place.recipe))
+    monkeypatch.setenv("HF_HOME", str(place.cache))
+    recipe.require_weights(recipe.load(place.recipe))
 
 
 def test_the_shipped_recipes_need_nothing_that_no_source_is_known_for() -> None:
