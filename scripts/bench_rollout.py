@@ -191,7 +191,7 @@ async def drive(kind: str, capture_url: str) -> int:
     stock = seams.SEAMS[agent.HARNESS]
     if kind == "ours":
         image = cfg.sandbox_image()
-        app.prepare(cfg, run, places, suites.load(cfg, tasks, image), rollouts.Scoreboard(), image)
+        app.prepare(cfg, run, places, suites.load(cfg, tasks), rollouts.Scoreboard(), image)
     else:
         run.trials.mkdir(parents=True)
         seams.SEAMS[agent.HARNESS] = dataclasses.replace(stock, import_path="scripts.bench_rollout_stock:StockOpenCode")

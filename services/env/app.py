@@ -117,7 +117,7 @@ def serve(cfg: Recipe, run: RunDir) -> int:
     quiet_libraries()
     image = cfg.sandbox_image()
     places = Places.from_environment(cfg)
-    provider = suites.load(cfg, places.tasks_dir, image)
+    provider = suites.load(cfg, places.tasks_dir)
     control_socket = bind(places.control_host, CONTROL_PORT)
     capture_socket = bind(places.capture_host, places.capture_port)
     # On the address of the control plane: no sandbox reaches it.

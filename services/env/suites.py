@@ -78,16 +78,13 @@ class SuiteProvider:
         return dict(reference.model_dump())
 
 
-def load(cfg: Recipe, tasks_dir: Path, image: str) -> SuiteProvider:
-    """Args: image: of the run's sandboxes.
-
-    Raises: RecipeError: a suite is missing, broken, changed, unsafe to run or made for another image, or the two share
-        a task.
-    """
+def load(cfg: Recipe, tasks_dir: Path) -> SuiteProvider:
+    """Raises: RecipeError: a suite is missing, broken, changed, unsafe to run or made for another image than the run's, or
+    the two share a task."""
     train = load_suite(tasks_dir, cfg.tasks.train)
     heldout = load_suite(tasks_dir, cfg.tasks.heldout)
     check_disjoint(train, heldout)
-    check_image((*train, *heldout), image)
+    check_image((*train, *heldout), cfg.sandbox_image())
     check_compose_files([*train, *heldout])
     return SuiteProvider({cfg.tasks.train: train, cfg.tasks.heldout: heldout})
 
