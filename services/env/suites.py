@@ -79,8 +79,8 @@ class SuiteProvider:
 
 
 def load(cfg: Recipe, tasks_dir: Path) -> SuiteProvider:
-    """Raises: RecipeError: a suite is missing, broken, changed, unsafe to run or made for another image than the run's, or
-    the two share a task."""
+    """Raises: RecipeError: a suite is missing, broken, changed, unsafe to run or made for another image than the run's,
+    or the two share a task."""
     train = load_suite(tasks_dir, cfg.tasks.train)
     heldout = load_suite(tasks_dir, cfg.tasks.heldout)
     check_disjoint(train, heldout)
