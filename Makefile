@@ -17,17 +17,20 @@ DASH_URL = http://127.0.0.1:$(or $(DASH_PORT),7860)/?project=opencode-rl
 export COMPOSE_FILE ?= compose.yaml$(if $(filter cpu,$(VARIANT)),:compose.cpu.yaml)$(if $(HF_TOKEN),:compose.hub.yaml)
 
 ##@ Run
-.PHONY: smoke learn train resume eval status dash traces doctor logs down purge
-smoke: images $(VENV)/ready ## The whole loop on this machine's CPU: train, evaluate, summary
+.PHONY: prepare smoke learn train resume eval status dash traces doctor logs down purge
+prepare: $(VENV)/ready ## Bring what RECIPE needs here and lock it: model commit and weights, tasks, sandbox base
+	$(RUN) scripts.prepare_run
+
+smoke: $(VENV)/ready images ## The whole loop on this machine's CPU: train, evaluate, summary
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.run --variant cpu
 
-learn: images $(VENV)/ready ## A reward curve that rises, on a CPU: SEEDS=1,2,3; CONTROL=shuffled-rewards|no-learning-rate|no-sync
+learn: $(VENV)/ready images ## A reward curve that rises, on a CPU: SEEDS=1,2,3; CONTROL=shuffled-rewards|no-learning-rate|no-sync
 	$(RUN) scripts.learn
 
-train: images $(VENV)/ready ## Train RECIPE with VARIANT=cpu|cuda, evaluate, summary
+train: $(VENV)/ready images ## Train RECIPE with VARIANT=cpu|cuda, evaluate, summary
 	$(RUN) scripts.run --variant $(VARIANT)
 
-eval: images $(VENV)/ready ## Base against CKPT=2|best|final|base|hub:repo@rev of the newest run or RUN_NAME; N= TASKS= GREEDY=1
+eval: $(VENV)/ready images ## Base against CKPT=2|best|final|base|hub:repo@rev of the newest run or RUN_NAME; N= TASKS= GREEDY=1
 	$(RUN) scripts.eval
 
 status: $(VENV)/ready ## Live view of the newest run, or of RUN_NAME; ONCE=1, JSON=1
@@ -47,7 +50,7 @@ doctor: $(VENV)/ready ## Every precondition of RECIPE with VARIANT, a line each;
 logs: ## Follow the logs of all services
 	$(COMPOSE) --profile '*' logs --follow --tail 50
 
-resume: images $(VENV)/ready ## Go on with the newest run, or RUN_NAME, from its newest checkpoint
+resume: $(VENV)/ready images ## Go on with the newest run, or RUN_NAME, from its newest checkpoint
 	$(RUN) scripts.run --variant $(VARIANT) --resume
 
 down: $(VENV)/ready ## Stop everything; runs stay
@@ -81,7 +84,7 @@ hf-status: $(VENV)/ready ## Jobs of this project, or of RUN_NAME
 hf-stop: $(VENV)/ready ## Cancel the Jobs and sandboxes of RUN_NAME, or JOB=id (asks)
 	$(HF) stop
 
-job-smoke: docker $(VENV)/ready ## The smoke recipe in the job image: one container, the Jobs' own supervisord configuration
+job-smoke: $(VENV)/ready docker ## The smoke recipe in the job image: one container, the Jobs' own supervisord configuration
 	scripts/build_images.sh cpu default job
 	RECIPE=data/recipes/smoke.toml $(RUN) scripts.job_smoke
 
@@ -98,37 +101,35 @@ lock: ## Renew hashed locks and base digests
 
 ##@ Check
 .PHONY: test test-fast test-contract test-stack test-gpu test-job check fidelity chaos
-test: images $(VENV)/ready ## All tests: unit, contract, stack
+test: $(VENV)/ready images ## All tests: unit, contract, stack
 	scripts/test.sh unit contract stack
 
 test-fast: $(VENV)/ready ## The unit tests: no network, no Docker
 	scripts/test.sh unit
 
-test-contract: images $(VENV)/ready ## The seams between the parts, inside the images
+test-contract: $(VENV)/ready images ## The seams between the parts, inside the images
 	scripts/test.sh contract
 
-test-stack: images $(VENV)/ready ## Real compose, real sandboxes
+test-stack: $(VENV)/ready images ## Real compose, real sandboxes
 	scripts/test.sh stack
 
-test-gpu: docker $(VENV)/ready ## On a GPU, in the trainer image of VARIANT=cuda (not part of `test`)
+test-gpu: $(VENV)/ready docker ## On a GPU, in the trainer image of VARIANT=cuda (not part of `test`)
 	scripts/test.sh gpu
 
-test-job: images $(VENV)/ready ## The job image: the smoke recipe in one container (minutes; not part of `test`)
+test-job: $(VENV)/ready images ## The job image: the smoke recipe in one container (minutes; not part of `test`)
 	scripts/test.sh job
 
-fidelity: images $(VENV)/ready ## Is what is trained exactly what is sampled? One table, on a policy of its own
+fidelity: $(VENV)/ready images ## Is what is trained exactly what is sampled? One table, on a policy of its own
 	$(RUN) scripts.fidelity --variant $(VARIANT)
 
-chaos: images $(VENV)/ready ## Kill every part of the CPU stack in every phase (ONLY=policy,sync MINUTES=8: a piece of it)
+chaos: $(VENV)/ready images ## Kill every part of the CPU stack in every phase (ONLY=policy,sync MINUTES=8: a piece of it)
 	$(RUN) scripts.chaos $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES))
 
 check: $(VENV)/ready ## Lint, types, compose files, recipes
 	scripts/check.sh
 
 $(VENV)/ready: tests/requirements.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --require-hashes --requirement tests/requirements.txt
-	touch $@
+	PYTHON=$(PYTHON) scripts/make_venv.sh $(VENV)
 
 .PHONY: help
 help: ## Show this list

@@ -133,6 +133,7 @@ target "sandbox" {
   dockerfile = "images/sandbox/Dockerfile"
   target     = "sandbox"
   tags       = image("sandbox")
+  labels     = { "opencode-rl.sandbox.base" = SANDBOX_BASE }
   args = {
     BASE             = SANDBOX_BASE
     OPENCODE_PACKAGE = OPENCODE_PACKAGE

@@ -221,7 +221,8 @@ async def drive(kind: str, capture_url: str) -> int:
     app.Server("capture", DataPlane(service.capture.app), app.bind(host, int(port)), "auto")
     stock = seams.SEAMS[agent.HARNESS]
     if kind == "ours":
-        app.prepare(cfg, run, places, suites.load(cfg, tasks), rollouts.Scoreboard())
+        image = cfg.sandbox_image()
+        app.prepare(cfg, run, places, suites.load(cfg, tasks), rollouts.Scoreboard(), image)
     else:
         run.trials.mkdir(parents=True)
         seams.SEAMS[agent.HARNESS] = dataclasses.replace(stock, import_path="scripts.bench_rollout_stock:StockOpenCode")

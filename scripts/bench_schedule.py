@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import heapq
 import itertools
 import math
@@ -447,6 +448,10 @@ def table(variants: dict[str, Setting], durations: Callable[[int], Durations], s
             yield f"| {name}: {who} | " + " | ".join(cells) + " |"
 
 
+def _lognormal(cv_rollout: float, seed: int) -> Durations:
+    return lognormal(cv_rollout=cv_rollout, seed=seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--index", type=Path, help="rollouts/index.jsonl of a run, for its durations")
@@ -460,8 +465,7 @@ def main() -> None:
         for name, setting in VARIANTS.items()
     }
     sources: dict[str, Callable[[int], Durations]] = {
-        f"mean 150 s, cv of tasks 0.4, of rollouts {cv:g}": lambda seed, cv=cv: lognormal(cv_rollout=cv, seed=seed)
-        for cv in (0.6, 1.0)
+        f"mean 150 s, cv of tasks 0.4, of rollouts {cv:g}": functools.partial(_lognormal, cv) for cv in (0.6, 1.0)
     }
     if args.index:
         sources = {f"durations of {args.index}": lambda seed: from_index(args.index, seed=seed)}

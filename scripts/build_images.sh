@@ -3,11 +3,12 @@
 #
 # Usage: build_images.sh [cpu|cuda [TARGET_OR_BAKE_ARGUMENT...]]    e.g. `build_images.sh cpu env`, `... cpu test`
 #
-# Environment: REGISTRY, TAG, SANDBOX_BASE: see images/docker-bake.hcl;
+# Environment: REGISTRY, TAG, SANDBOX_BASE: see images/docker-bake.hcl; SANDBOX_BASE is by default what RECIPE says;
 #   WHEELHOUSE   folder with torch's CPU build, default what PIP_FIND_LINKS names
 #   EXTRA_INDEX  package index to look in besides uv's default one
 #   CA_BUNDLE    certificates that builds trust, default the host's own bundle
-# Exit codes: 0 built; 1 a build failed; 2 unknown variant; 3 the machine lacks something.
+# Exit codes: 0 built; 1 a build failed; 2 unknown variant; 3 something must be installed by hand; 5 the images cannot
+# run on this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,14 +17,21 @@ shift || true
 has_avx2() { grep -qw avx2 /proc/cpuinfo; }
 die() { local code=$1; shift; echo "build_images: $*" >&2; exit "$code"; }
 
+scripts/check_system.sh
 case $VARIANT in
-    cpu) has_avx2 || die 3 "this processor has no AVX2, which vLLM's CPU build needs; use one that has it, or a GPU" ;;
+    cpu) has_avx2 || die 5 "this processor has no AVX2, which vLLM's CPU build needs; use one that has it, or a GPU" ;;
     cuda) ;;
     *) die 2 "found variant '$VARIANT'; allowed are cpu and cuda" ;;
 esac
-[ "$(uname -m)" = x86_64 ] || die 3 "found $(uname -m); the images are built for x86_64 only"
 scripts/ensure_docker.sh
 scripts/build_base.sh
+
+# env.sandbox_base of the recipe, or what `make prepare` has found for it.
+if [ -z "${SANDBOX_BASE:-}" ] && [ -r "${RECIPE:-}" ]; then
+    SANDBOX_BASE=$(sed -nE -e 's/^sandbox_base *= *"([^"]+)".*/\1/p' -e 's/^LOCKED_SANDBOX_BASE=//p' \
+        "$RECIPE" "$RECIPE.lock" 2>/dev/null | head -n 1)
+fi
+if [ -n "${SANDBOX_BASE:-}" ]; then export SANDBOX_BASE; else unset SANDBOX_BASE; fi
 
 bundle=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
 if [ -z "${CA_BUNDLE:-}" ] && [ -s "$bundle" ]; then export CA_BUNDLE=$bundle; fi

@@ -12,6 +12,7 @@ for recipe in data/recipes/*.toml; do
 done
 docker compose -f compose.yaml config --quiet
 docker compose -f compose.yaml -f compose.one-gpu.yaml config --quiet
+docker compose -f compose.yaml -f compose.cdi.yaml config --quiet
 docker compose -f compose.yaml -f compose.cpu.yaml config --quiet
 docker compose -f compose.dash.yaml config --quiet
 HF_TOKEN=any docker compose -f compose.yaml -f compose.hub.yaml config --quiet

@@ -6,8 +6,10 @@
 # starts it again if it has died. Debian 12's own packages are too old (Compose 1.29), so there the next release's
 # are unpacked into one folder beside Debian 12's runc and iptables; nothing installed is replaced.
 #
-# Exit codes: 0 the engine answers; 1 it was started and does not answer; 3 something must be installed by hand.
+# Exit codes: 0 the engine answers; 1 it was started and does not answer; 3 something must be installed or allowed by
+# hand; 5 this system is not supported: not Linux on x86-64, rootless Docker, Podman.
 set -euo pipefail
+"$(dirname "${BASH_SOURCE[0]}")/check_system.sh"
 
 readonly MIN_COMPOSE=2.24
 readonly NEWER_SUITE=trixie                            # unpacked on bookworm
@@ -21,6 +23,18 @@ say() { printf 'ensure_docker: %s\n' "$*"; }
 die() { local code=$1; shift; printf 'ensure_docker: %s\n' "$*" >&2; exit "$code"; }
 
 engine_answers() { timeout 20 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
+
+# env mounts the engine's socket and the checkout's folders under the paths that they have here, as root.
+require_supported_engine() {
+    local kind
+    kind=$(timeout 20 docker version --format '{{.Server.Platform.Name}}{{range .Server.Components}} {{.Name}}{{end}}')
+    kind+=" $(timeout 20 docker info --format '{{.SecurityOptions}}')"
+    case $kind in
+        *[Pp]odman*) die 5 "the engine that answers is Podman, which is not supported: use Docker Engine." ;;
+        *name=rootless*) die 5 "the engine that answers is rootless, which is not supported: use one that root runs" \
+            "(docker context use default; unset DOCKER_HOST)." ;;
+    esac
+}
 
 has_compose() {
     local version
@@ -39,8 +53,12 @@ require_installable() {
     [ -z "${DOCKER_HOST:-}" ] || engine_answers ||
         die 3 "no engine answers at DOCKER_HOST=$DOCKER_HOST: start it, or unset DOCKER_HOST to use a local one."
     { [ ! -S $socket ] || [ -w $socket ]; } ||
-        die 3 "there is an engine, but $(id -un) may not use $socket: join its group $(stat -c %G $socket), or be root."
-    [ "$(id -u)" = 0 ] || die 3 "needs $wanted, and only root can install them: install them, or run this as root."
+        die 3 "there may be an engine, but $(id -un) may not use $socket: as root, 'usermod --append --groups docker" \
+            "$(id -un)', then log in again (the socket's group is $(stat -c %G $socket); where that is root, restart" \
+            "the engine after 'groupadd --system docker')."
+    [ "$(id -u)" = 0 ] ||
+        die 3 "needs $wanted, and only root can install and start them. As root: 'scripts/ensure_docker.sh' on Debian" \
+            "or Ubuntu, elsewhere by hand; then 'usermod --append --groups docker $(id -un)', and log in again."
     case "${ID:-unknown}" in
         debian | ubuntu) ;;
         *) die 3 "needs $wanted. Found '${ID:-unknown}', where this script cannot install them: please do." ;;
@@ -107,6 +125,8 @@ start_daemon() {
         echo '{"default-address-pools": [{"base": "10.210.0.0/16", "size": 24}]}' >"$PREFIX/daemon.json"
         config=(--config-file "$PREFIX/daemon.json")
     fi
+    # Its packages' own script, which the unpacked ones did not run: who is in this group may use the engine.
+    getent group docker >/dev/null || groupadd --system docker
     say "starting $dockerd, detached; it logs to $LOG"
     PATH="$PREFIX/usr/sbin:$PREFIX/usr/bin:$PATH:/usr/sbin:/sbin" \
         setsid nohup "$dockerd" --pidfile "$PIDFILE" "${config[@]}" </dev/null >>"$LOG" 2>&1 &
@@ -122,6 +142,7 @@ $(tail -n 15 "$LOG" 2>/dev/null)"
     done
 }
 
+if engine_answers; then require_supported_engine; fi
 if engine_answers && has_compose && has_buildx; then
     state="was running"
 else

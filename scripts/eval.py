@@ -18,7 +18,7 @@ import typer
 from scripts import run_recipe, run_view
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, alone, check_variant, console, folder, refuse_beside
+from scripts.stack import Stack, alone, check_variant, console, folder, make_mounted_folders, refuse_beside
 from services.common import run_dir, signals
 from services.common import tasks as suites
 from services.common.errors import MachineError, run_main
@@ -99,9 +99,7 @@ def find(run: RunDir, name: str) -> str:
     try:
         hub.fetch(exact, run.eval / hub.DOWNLOADS)
     except PermissionError as error:
-        raise MachineError(
-            f"{error.filename} cannot be written by this user; run it as root, as the stack does"
-        ) from None
+        raise MachineError(f"{error.filename} belongs to another user; {run_dir.TAKE_OVER}") from None
     return str(exact)
 
 
@@ -115,6 +113,7 @@ def _preflight(cfg: Recipe, run: RunDir, stack: Stack, variant: str) -> dict[str
     """Raise what stands in the way; return the ids of the images that a result depends on."""
     refuse_beside(stack.running())
     tag = os.environ.get("TAG") or variant
+    make_mounted_folders()
     report.require(Setup.of(cfg, variant, run.manifest))
     return image_ids(cfg, f"{os.environ.get('REGISTRY', 'local')}/opencode-rl-{{}}:{tag}")
 
@@ -123,7 +122,7 @@ def image_ids(cfg: Recipe, pattern: str) -> dict[str, str]:
     """Name -> id, as in a run's manifest. Args: pattern: reference of an image, with {} for its name."""
     references = {name: pattern.format(name) for name in IMAGES if name != "sandbox"}
     if cfg.env.backend == "docker":  # elsewhere the image is not on this machine, and its name must do
-        references["sandbox"] = cfg.env.sandbox_image
+        references["sandbox"] = cfg.env.sandbox_image or pattern.format("sandbox")
     client = docker.from_env()
     return {name: str(client.images.get(reference).id) for name, reference in references.items()}
 

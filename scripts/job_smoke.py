@@ -48,6 +48,7 @@ def _run(run_name: str, services: bool) -> int:
         "RUNS_DIR": str(runs),  # sandboxes mount folders of the run, so the engine must know them by the same name
         "TASKS_DIR": str(tasks),
         "GIT_REVISION": git_revision(),
+        "IMAGE_PATTERN": image,
         "IMAGE_DIGESTS": json.dumps({"job": _image_id(image.format("job"))}),
         "SANDBOX_NETWORK": NETWORK,
         "CAPTURE_URL": "http://capture:8000/capture",

@@ -27,6 +27,7 @@ from services.common.errors import RecipeError, run_main
 from services.common.tasks import (
     COMPOSE_FILE,
     SANDBOX_COMPOSE,
+    SANDBOX_IMAGE,
     WORKDIR,
     PinFile,
     ShippedSource,
@@ -37,7 +38,6 @@ from services.common.tasks import (
 )
 
 SEED = 20261129
-SANDBOX_IMAGE = "local/opencode-rl-sandbox:cpu"
 TASKS_DIR = Path(__file__).resolve().parents[1] / "data" / "tasks"
 GRADER = Path(__file__).with_name("suite_grader.py")
 NAMES = (

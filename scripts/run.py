@@ -21,7 +21,16 @@ import typer
 from scripts import progress, run_recipe, run_view, summary
 from scripts.doctor import report
 from scripts.doctor.setup import Setup
-from scripts.stack import Stack, alone, check_variant, console, folder, git_revision, refuse_beside
+from scripts.stack import (
+    Stack,
+    alone,
+    check_variant,
+    console,
+    folder,
+    git_revision,
+    make_mounted_folders,
+    refuse_beside,
+)
 from services.common import recipe, run_dir, signals
 from services.common.errors import RecipeError, run_main
 from services.common.recipe import Recipe
@@ -88,6 +97,7 @@ def _run(variant: str, evaluate: bool, watch: Watch, keep: bool, resume: bool) -
         check_watch(cfg, watch)
     name = os.environ.get("RUN_NAME") or f"{cfg.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tasks_dir = folder("TASKS_DIR", "data/tasks")
+    make_mounted_folders()
     report.require(Setup.from_environment(variant))
     this = RunDir(runs_dir / name)
     if this.result.exists():
@@ -170,7 +180,7 @@ def _phases(
     console.print(f"Run [bold]{this.path.name}[/bold], recipe {os.environ['RECIPE']}, in {this.path}")
     servers = ["policy", "env", *(["policy-eval"] if watch == Watch.BESIDE else [])]
     with timings.phase("start", f"Starting {', '.join(servers)}"):
-        stack("up", "--detach", "--wait", *servers)
+        stack("up", "--detach", "--wait", "--wait-timeout", f"{cfg.watchdog.start_limit_s:.0f}", *servers)
     with timings.phase("train", "Training"):
         stack("up", "--detach", "trainer", *(["evaluator"] if watch == Watch.BESIDE else []))
         progress.follow(this, cfg, ended=lambda: stop.is_set() or stack.exit_code("trainer") is not None)

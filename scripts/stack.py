@@ -17,7 +17,7 @@ from rich.console import Console
 
 from scripts.sweep import sweep_all
 from services.common import signals
-from services.common.errors import MachineError, NotReadyError, RecipeError
+from services.common.errors import MachineError, NotReadyError, RecipeError, machine_error
 from services.common.run_dir import lock_now
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +42,20 @@ def check_variant(variant: str) -> None:
 def folder(variable: str, default: str) -> Path:
     """The absolute folder that the environment variable names, or the project's own."""
     return Path(os.environ.get(variable) or ROOT / default).resolve()
+
+
+def make_mounted_folders() -> None:
+    """A folder that Compose mounts and that is not there, the engine makes, as root: this user could not use it."""
+    for place in (folder("RUNS_DIR", "runs"), hf_cache()):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise machine_error(error) from None
+
+
+def hf_cache() -> Path:
+    """The Hub's cache that is mounted into the containers."""
+    return Path(os.environ.get("HF_CACHE") or Path.home() / ".cache/huggingface")
 
 
 def git_revision() -> str:
@@ -91,7 +105,8 @@ class Stack:
 
     def __init__(self, variant: str, environment: dict[str, str], stop: signals.StopFlag) -> None:
         files = [*compose_files(variant), *(["compose.hub.yaml"] if os.environ.get("HF_TOKEN") else [])]
-        self._environment = {"COMPOSE_FILE": ":".join(files), **os.environ, **environment}
+        pull = {"PULL_POLICY": "missing"} if os.environ.get("REGISTRY", "local") != "local" else {}
+        self._environment = {"COMPOSE_FILE": ":".join(files), **pull, **os.environ, **environment}
         self._stop = stop
 
     def __call__(self, *arguments: str, check: bool = True, quiet: bool = True, always: bool = False) -> int:

@@ -25,9 +25,9 @@ def task_suites(setup: Setup) -> Check:
         train = tasks.load_suite(setup.tasks_dir, cfg.tasks.train)
         heldout = tasks.load_suite(setup.tasks_dir, cfg.tasks.heldout)
         tasks.check_disjoint(train, heldout)
-        tasks.check_image((*train, *heldout), cfg.env.sandbox_image)
+        tasks.check_image((*train, *heldout), setup.sandbox_image)
     except RecipeError as error:
-        mend = "restore data/tasks, or make the suites: `python -m scripts.prepare_tasks --help`"
+        mend = f"`make prepare RECIPE={setup.recipe_path}` fetches what does not ship; restore data/tasks if it changed"
         return bad_recipe("tasks", str(error), mend)
     shown = (f"{name} {len(suite)} ({tasks.suite_sha256(suite)[:12]})"
              for name, suite in ((cfg.tasks.train, train), (cfg.tasks.heldout, heldout)))  # fmt: skip
@@ -55,10 +55,12 @@ def _local_model(setup: Setup) -> Check:
 def _hub_model(setup: Setup) -> Check:
     cfg = setup.cfg
     if cfg.model.revision is None:
-        mend = "write the full commit into the recipe: a branch name would let the weights drift"
+        mend = (
+            f"`make prepare RECIPE={setup.recipe_path}` finds and locks it: a branch name would let the weights drift"
+        )
         return bad_recipe("model", "model.revision is missing; a Hub model needs its full 40-character commit", mend)
     snapshot = hub_snapshot(setup.hf_cache, cfg.model.id, cfg.model.revision)
-    download = f"`hf download {cfg.model.id} --revision {cfg.model.revision}` into {setup.hf_cache}"
+    download = f"`make prepare RECIPE={setup.recipe_path}` downloads it"
     if not (snapshot / "config.json").exists():
         return bad_recipe("model", f"{cfg.model.id} at {cfg.model.revision[:12]} is not in {setup.hf_cache}", download)
     if missing := [name for name in weight_files(snapshot) if not (snapshot / name).exists()]:

@@ -15,6 +15,7 @@ from services.common import recipe
 
 DIGESTS = ROOT / "images/digests.json"
 """Written by the script that pushes images."""
+BASE_LABEL = "opencode-rl.sandbox.base"
 LOCK_LABEL = "opencode-rl.lock"
 VARIANT_LABEL = "opencode-rl.variant"
 
@@ -55,7 +56,7 @@ def made_from_these_locks(setup: Setup) -> Check:
         return skipped("image-locks", "no Docker engine answers")
     references = {name: setup.image(name) for name in IMAGES}
     if setup.cfg.env.backend == "docker":
-        references["sandbox"] = setup.cfg.env.sandbox_image
+        references["sandbox"] = setup.sandbox_image
     stale = []
     for name, reference in references.items():
         try:
@@ -68,6 +69,22 @@ def made_from_these_locks(setup: Setup) -> Check:
         mend = f"build again: `make images VARIANT={setup.variant}`"
         return warn("image-locks", f"{', '.join(stale)}: made from another lock than this checkout's", mend)
     return ok("image-locks", "made from this checkout's locks")
+
+
+def sandbox_base(setup: Setup) -> Check:
+    """Tasks are made for an image: the sandbox image must stand on the one that the recipe names."""
+    name = "sandbox-base"
+    if setup.engine is None or setup.cfg.env.backend != "docker":
+        return skipped(name, "no Docker engine answers, or no sandbox starts on it")
+    try:
+        label = setup.engine.images.get(setup.sandbox_image).labels.get(BASE_LABEL, "")
+    except ImageNotFound:
+        return skipped(name, f"image {setup.sandbox_image} is not there")
+    wanted = setup.cfg.env.sandbox_base
+    if wanted is not None and label != wanted:
+        mend = f"`make images VARIANT={setup.variant} RECIPE={setup.recipe_path}` builds it on the recipe's"
+        return not_ready(name, f"{setup.sandbox_image} stands on {label or 'an unknown base'}, not on {wanted}", mend)
+    return ok(name, label or "the project's own")
 
 
 def digests(setup: Setup, path: Path = DIGESTS) -> Check:

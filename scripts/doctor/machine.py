@@ -23,8 +23,6 @@ MIN_ENGINE = (25, 0)
 """start_interval of a health check."""
 MIN_DRIVER = {"13": 580, "12": 525}
 """CUDA's major version -> first NVIDIA driver that runs it."""
-MIN_GPU_GB = 40
-"""2.6B in bf16 twice on the policy's GPU (served and pristine target matrices) and its KV cache."""
 NETWORKS_NEEDED = 4
 """Of the compose project; sandboxes share one of them."""
 DEFAULT_POOLS: list[dict[str, Any]] = [{"Base": f"172.{number}.0.0/16", "Size": 16} for number in range(17, 32)] + [
@@ -38,10 +36,36 @@ def engine(setup: Setup) -> Check:
     if setup.engine is None:
         mend = "start it, or run `make docker`, which installs one on Debian"
         return not_ready("engine", "no Docker engine answers", mend)
-    version = str(setup.engine.version()["Version"])
+    answer = setup.engine.version()
+    if kind := unsupported(answer.get("Components") or (), setup.engine.info()):
+        return unfit("engine", f"the engine that answers is {kind}", "use a Docker engine that root runs")
+    version = str(answer["Version"])
     if _numbers(version) < MIN_ENGINE:
         return not_ready("engine", f"Docker engine {version}", "25.0 or newer is needed: run `make docker`")
     return ok("engine", f"Docker engine {version}")
+
+
+def unsupported(components: Iterable[dict[str, Any]], info: dict[str, Any]) -> str:
+    """Which engine this is, of those on which env cannot start sandboxes as it must; empty for none of them."""
+    if any("podman" in str(part.get("Name", "")).lower() for part in components):
+        return "Podman"
+    return "rootless Docker" if any("rootless" in option for option in info.get("SecurityOptions") or ()) else ""
+
+
+def readable(setup: Setup) -> Check:
+    """The services' user enters and reads the checkout: as the host's other users do, and below no folder that only
+    the containers' root may enter."""
+    name, places = "readable", (setup.recipe_path.resolve(), setup.tasks_dir, setup.models_dir)
+    for place in (*places, setup.runs_dir):
+        if place.is_relative_to("/root"):
+            mend = "move the checkout (and RUNS_DIR, TASKS_DIR) to a folder such as /srv or /home/<you>"
+            return unfit(name, f"{place} is below /root, which the services' user may not enter", mend)
+    for place in places:
+        needed = stat.S_IROTH | (stat.S_IXOTH if place.is_dir() else 0)
+        if place.exists() and place.stat().st_mode & needed != needed:
+            mend = f"chmod --recursive o+rX {place}"
+            return unfit(name, f"{place} cannot be read by other users, and the services run as one", mend)
+    return ok(name, "the services' user reads recipe, tasks and models")
 
 
 def compose(_setup: Setup) -> Check:
@@ -52,17 +76,22 @@ def compose(_setup: Setup) -> Check:
     return ok("compose", f"Docker Compose {found}")
 
 
-def docker_socket(setup: Setup, path: Path = SOCKET) -> Check:
-    """env mounts the socket at this path, wherever this shell's client finds its engine."""
+def docker_socket(setup: Setup, path: Path = SOCKET, endpoint: str | None = None) -> Check:
+    """env mounts the socket at this path, wherever this shell's client finds its engine.
+
+    Args: endpoint: of the client's context.
+    """
     if setup.cfg.env.backend != "docker":
         return skipped("socket", f"backend {setup.cfg.env.backend} starts no container on this machine")
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         mend = f"make the engine listen on {path}; env starts sandboxes through it"
         return not_ready("socket", f"{path} is no socket", mend)
-    elsewhere = setup.environment.get("DOCKER_HOST", "")
-    if elsewhere and elsewhere != f"unix://{path}":
-        mend = f"unset DOCKER_HOST: env would start its sandboxes on the engine behind {path}"
-        return not_ready("socket", f"DOCKER_HOST is {elsewhere}", mend)
+    if endpoint is None:
+        endpoint = output_of("docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")[1]
+    elsewhere = setup.environment.get("DOCKER_HOST") or endpoint
+    if elsewhere.startswith(("unix:", "tcp:", "ssh:", "fd:")) and elsewhere != f"unix://{path}":
+        mend = f"unset DOCKER_HOST, `docker context use default`: env starts its sandboxes on the engine behind {path}"
+        return not_ready("socket", f"this shell's Docker client uses {elsewhere}", mend)
     return ok("socket", str(path))
 
 
@@ -176,9 +205,6 @@ def gpus(setup: Setup, listing: str | None = None, peers: str | None = None, cud
     if driver < MIN_DRIVER[cuda_major]:
         mend = f"install driver {MIN_DRIVER[cuda_major]} or newer: torch is built for CUDA {cuda_major}"
         return unfit("gpus", f"{found}; driver {driver}", mend)
-    if small := [row[0] for row in rows if int(row[2]) / 1024 < MIN_GPU_GB]:
-        mend = f"{MIN_GPU_GB} GB are wanted for 2.6B: lower policy.max_num_seqs or rollout.max_inflight"
-        return warn("gpus", f"{found}; GPU {', '.join(small)} is small", mend)
     if len(rows) < 2:
         mend = "COMPOSE_FILE=compose.yaml:compose.one-gpu.yaml with the one-GPU recipe; else the policy needs GPU 1"
         return warn("gpus", f"{found}; one GPU", mend)
@@ -188,16 +214,37 @@ def gpus(setup: Setup, listing: str | None = None, peers: str | None = None, cud
     return ok("gpus", f"{found}; driver {driver}, peer access")
 
 
-def container_gpus(setup: Setup) -> Check:
+def container_gpus(setup: Setup, cdi_kinds: set[str] | None = None) -> Check:
+    """Which of the two ways to give GPUs to containers this host has, and whether the compose files use it.
+
+    Args: cdi_kinds: of the CDI specifications on this machine, such as ``nvidia.com/gpu``.
+    """
+    name = "gpu-runtime"
     if setup.variant == "cpu":
-        return skipped("gpu-runtime", "the cpu images use none")
+        return skipped(name, "the cpu images use none")
     if setup.engine is None:
-        return skipped("gpu-runtime", "no Docker engine answers")
-    runtimes = setup.engine.info().get("Runtimes") or {}
-    if "nvidia" not in runtimes and not list(Path("/etc/cdi").glob("nvidia*")):
-        mend = "install nvidia-container-toolkit and restart the engine"
-        return unfit("gpu-runtime", "the engine has no runtime for GPUs", mend)
-    return ok("gpu-runtime", "the engine hands GPUs to containers")
+        return skipped(name, "no Docker engine answers")
+    info = setup.engine.info()
+    spec_folders = info.get("CDISpecDirs") or []
+    kinds = _cdi_kinds(map(Path, spec_folders)) if cdi_kinds is None else cdi_kinds
+    runtime, cdi = "nvidia" in (info.get("Runtimes") or {}), bool(spec_folders) and "nvidia.com/gpu" in kinds
+    files = (setup.environment.get("COMPOSE_FILE") or "compose.yaml").split(":")
+    asked = any(Path(file).name == "compose.cdi.yaml" for file in files)
+    if not runtime and not cdi:
+        mend = "install nvidia-container-toolkit, then `nvidia-ctk runtime configure` (or `nvidia-ctk cdi generate`, "
+        mend += 'and "features": {"cdi": true} in /etc/docker/daemon.json), and restart the engine'
+        return unfit(name, "the engine gives no GPU to containers: it has neither the nvidia runtime nor CDI", mend)
+    if asked and not cdi:
+        return unfit(name, "COMPOSE_FILE has compose.cdi.yaml, and the engine has the nvidia runtime", "leave it out")
+    if cdi and not runtime and not asked:
+        mend = f"COMPOSE_FILE={':'.join([*files, 'compose.cdi.yaml'])}"
+        return unfit(name, "the engine gives GPUs to containers by CDI, and COMPOSE_FILE lacks compose.cdi.yaml", mend)
+    return ok(name, "GPUs by CDI" if asked else "GPUs by the nvidia runtime")
+
+
+def _cdi_kinds(folders: Iterable[Path]) -> set[str]:
+    specs = [path for folder in folders for path in (*folder.glob("*.yaml"), *folder.glob("*.json"))]
+    return {kind for path in specs for kind in re.findall(r"""kind["']?:\s*["']?([\w./-]+)""", path.read_text())}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

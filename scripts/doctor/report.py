@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts import checks
 from scripts.checks import Check
-from scripts.doctor import data, hub, images, machine, pitfalls, policy
+from scripts.doctor import data, hub, images, machine, memory, pitfalls, policy, sandbox
 from scripts.doctor.setup import Setup
 from services.common.errors import MachineError, StackError
 
@@ -16,6 +16,7 @@ MACHINE = (
     machine.engine,
     machine.compose,
     machine.docker_socket,
+    machine.readable,
     machine.processor,
     machine.memory,
     machine.shared_memory,
@@ -24,19 +25,26 @@ MACHINE = (
     machine.address_pools,
     machine.gpus,
     machine.container_gpus,
+    memory.policy_memory,
 )
 DATA = (data.recipe_file, data.task_suites, data.model, data.output_caps, data.tracker)
-IMAGES = (images.present, images.made_from_these_locks, images.digests, images.versions)
+IMAGES = (images.present, images.made_from_these_locks, images.sandbox_base, images.digests, images.versions)
 START: tuple[Callable[[Setup], Check], ...] = (
     data.task_suites,
     data.model,
+    machine.readable,
     machine.processor,
     machine.memory,
     machine.disk,
     machine.port,
+    machine.docker_socket,
+    machine.container_gpus,
+    memory.policy_memory,
     machine.engine,
     machine.compose,
     images.present,
+    images.sandbox_base,
+    sandbox.before_a_run,
 )
 """What ``scripts.run`` and ``scripts.eval`` require; cheap ones first, the first failure ends them."""
 
@@ -48,13 +56,15 @@ def require(setup: Setup) -> None:
 
 
 def examine(setup: Setup) -> list[Check]:
-    """Every check. The two that start a process in a container, and the Hub, are asked meanwhile."""
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    """Every check. Those that start a container, and the Hub, are asked meanwhile."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        grading = pool.submit(_done, sandbox.grading, setup)
         facts = pool.submit(pitfalls.trainer_facts, setup)
         answers = pool.submit(policy.ask, setup)
         remote = pool.submit(hub.checks, setup)
         found = [_done(check, setup) for check in (*MACHINE, *DATA, *IMAGES)]
         found += [_done(check, setup, facts.result()) for check in pitfalls.ALL]
+        found.append(grading.result())
         return [*found, *policy.checks(answers.result()), *remote.result()]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import docker
 from docker.errors import DockerException
 
-from scripts.stack import ROOT, check_variant, folder
+from scripts.stack import ROOT, check_variant, folder, hf_cache
 from services.common import recipe
 from services.common.recipe import Recipe
 
@@ -54,7 +54,7 @@ class Setup:
             runs_dir=folder("RUNS_DIR", "runs"),
             tasks_dir=folder("TASKS_DIR", "data/tasks"),
             models_dir=folder("MODELS_DIR", "data/models"),
-            hf_cache=Path(os.environ.get("HF_CACHE") or Path.home() / ".cache/huggingface"),
+            hf_cache=hf_cache(),
             env_port=int(os.environ.get("ENV_PORT") or 8100),
             environment=dict(os.environ),
         )
@@ -63,9 +63,13 @@ class Setup:
         return f"{self.registry}/{PROJECT}-{name}:{self.tag}"
 
     @property
+    def sandbox_image(self) -> str:
+        return self.cfg.env.sandbox_image or self.image("sandbox")
+
+    @property
     def images(self) -> list[str]:
         """Every image that a run of this set-up starts."""
-        sandbox = [self.cfg.env.sandbox_image] if self.cfg.env.backend == "docker" else []
+        sandbox = [self.sandbox_image] if self.cfg.env.backend == "docker" else []
         return [*(self.image(name) for name in IMAGES), *sandbox]
 
     @property

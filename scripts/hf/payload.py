@@ -47,11 +47,15 @@ class Request:
 
 
 def job_recipe(path: Path, sandbox_image: str) -> str:
-    """The recipe's text with the two keys that a Job changes: sandboxes are Jobs too, of the pushed image."""
-    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    """The recipe's text with the model's commit, which may be locked beside it, and the two keys that a Job changes:
+    sandboxes are Jobs too, of the pushed image."""
+    document: Any = tomlkit.parse(path.read_text(encoding="utf-8"))
     section: Any = document.setdefault("env", tomlkit.table())
     section["backend"] = "hf-sandbox"
     section["sandbox_image"] = sandbox_image
+    model = recipe.load(path).model
+    if model.source == "hub" and model.revision is not None:
+        document["model"].setdefault("revision", model.revision)
     return tomlkit.dumps(document)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from scripts import run_view
 from scripts.doctor.data import hub_snapshot
-from scripts.stack import folder
+from scripts.stack import folder, hf_cache
 from scripts.traces import page, reader, terminal
 from scripts.traces.reader import Order, TokenText
 from services.common import run_dir
@@ -65,7 +64,7 @@ def write(run: RunDir, records: list[reader.Record], text_of: TokenText, total: 
     try:
         run_dir.write_text(run.path / FILE, text)
     except PermissionError:
-        raise RecipeError(f"{run.path} cannot be written by this user; run it as root, as the stack does") from None
+        raise RecipeError(f"{run.path} belongs to another user; {run_dir.TAKE_OVER}") from None
     return run.path / FILE
 
 
@@ -77,8 +76,7 @@ def tokenizer_of(run: RunDir) -> Path | None:
     model = manifest["recipe"]["model"]
     if model["source"] == "local":
         return folder("MODELS_DIR", "data/models") / str(model["id"]) / "tokenizer.json"
-    cache = Path(os.environ.get("HF_CACHE") or Path.home() / ".cache/huggingface")
-    return hub_snapshot(cache, model["id"], model["revision"]) / "tokenizer.json"
+    return hub_snapshot(hf_cache(), model["id"], model["revision"]) / "tokenizer.json"
 
 
 if __name__ == "__main__":

@@ -69,8 +69,12 @@ class Pulse:
         if exc_type is not None:
             # Who starts the service again, and who looks at it, sees why it ended.
             self.set("failed", error=log.redacted(f"{exc_type.__name__}: {error}")[:MAX_ERROR])
-        elif self._beat.phase != "done":
+        elif self._beat.phase not in ("done", "failed"):
             self.set("done")
+
+    @property
+    def phase(self) -> str:
+        return self._beat.phase
 
     def set(self, phase: str | None = None, step: int | None = None, **detail: Any) -> None:
         """Record progress. A disk that is full for a moment must not end the beat, and so a healthy run.

@@ -57,10 +57,12 @@ class _JsonFormatter(logging.Formatter):
 def setup(service: str, log_dir: Path | None = None, level: int = logging.INFO) -> logging.Logger:
     """Send the root logger through the JSON formatter; return the service's own logger.
 
-    Args: log_dir: the run directory; None logs to stdout only.
+    Args: log_dir: the run directory; None logs to stdout only. What this process writes there, the group of the
+        host's user may change and delete.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if log_dir is not None:
+        os.umask(0o002)
         log_dir.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_dir / f"{service}.log"))
     root = logging.getLogger()

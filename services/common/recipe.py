@@ -170,8 +170,11 @@ class Reward(Section):
 class Env(Section):
     backend: Literal["docker", "hf-sandbox", "daytona", "e2b", "modal"] = "docker"
     """Where sandboxes run: this machine's Docker engine, Hugging Face Jobs, or another backend of Harbor's."""
-    sandbox_image: str = "local/opencode-rl-sandbox:cpu"
-    """Task base image with the agent baked in."""
+    sandbox_image: str | None = None
+    """Task base image with the agent baked in. Not set: the project's own, as REGISTRY and TAG name all others."""
+    sandbox_base: str | None = None
+    """Image that `make images` builds the sandbox image on: the one that the tasks are made for. Not set: the project's
+    Debian."""
     opencode_version: str = "1.18.33"
     """Checked against the binary in the sandbox image, once per image."""
     sandbox_cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -456,7 +459,7 @@ class Recipe(Section):
                     f"rollout.agent_timeout_s {self.rollout.agent_timeout_s}; the idle timeout must exceed it, or the "
                     "sandbox ends under a running agent"
                 )
-            if self.env.sandbox_image.startswith("local/"):
+            if self.env.sandbox_image is None or self.env.sandbox_image.startswith("local/"):
                 raise ValueError(
                     f"env.sandbox_image is {self.env.sandbox_image!r}; with backend hf-sandbox the Hub pulls it, so it "
                     "must be in a registry: `make push`, then name it by digest (images/digests.json)"
@@ -517,6 +520,11 @@ class Recipe(Section):
             return str(Path(os.environ.get("MODELS_DIR", "data/models")) / self.model.id)
         return self.model.id
 
+    def sandbox_image(self) -> str:
+        """Image of every sandbox of the run: the recipe's, or the project's own as IMAGE_PATTERN says."""
+        pattern = os.environ.get("IMAGE_PATTERN") or "local/opencode-rl-{}:cpu"
+        return self.env.sandbox_image or pattern.format("sandbox")
+
     def sha256(self) -> str:
         """Hash of the resolved values, equal for two files that mean the same run."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
@@ -540,11 +548,50 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
+    _fill_in(values, path)
     try:
         # Through JSON, where strict means "no conversion" and a list still is a tuple: "4" and true are no numbers.
         return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise RecipeError(f"recipe {path} is refused:\n" + "\n".join(_messages(error))) from None
+
+
+def require_weights(cfg: Recipe) -> None:
+    """Raises: RecipeError: no commit of the model is named, or it is not in the Hub cache (HF_HOME), which no starting
+    process fills."""
+    if cfg.model.source != "hub":
+        return
+    if cfg.model.revision is None:
+        raise RecipeError("model.revision is missing; a Hub model needs its full commit: run `make prepare`")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    folder = home / "hub" / f"models--{cfg.model.id.replace('/', '--')}" / "snapshots" / cfg.model.revision
+    if not (folder / "config.json").exists():
+        raise RecipeError(f"model {cfg.model.id} at {cfg.model.revision} is not in {home}: run `make prepare`")
+
+
+def lock_path(path: Path) -> Path:
+    """What `make prepare` has resolved for the recipe at ``path``."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _fill_in(values: dict[str, Any], path: Path) -> None:
+    """Set what the recipe leaves open as it is locked: in the file beside it, or, in a container, by variables.
+
+    Raises: RecipeError: the lock is of another model than the recipe.
+    """
+    locked: dict[str, str] = dict(os.environ)
+    if (lock := lock_path(path)).is_file():
+        locked = dict(line.split("=", 1) for line in lock.read_text(encoding="utf-8").splitlines() if "=" in line)
+    model, env = values.get("model"), values.setdefault("env", {})
+    if isinstance(env, dict) and (base := locked.get("LOCKED_SANDBOX_BASE")):
+        env.setdefault("sandbox_base", base)
+    if not isinstance(model, dict) or model.get("source", "hub") != "hub" or model.get("revision"):
+        return
+    name, _, revision = locked.get("LOCKED_MODEL", "").rpartition("@")
+    if name and name != model.get("id"):
+        raise RecipeError(f"recipe {path} names model {model.get('id')}, and its lock {name}; run `make prepare` again")
+    if revision:
+        model["revision"] = revision
 
 
 def from_environment() -> Recipe:

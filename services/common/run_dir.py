@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.common.errors import RecipeError
 
@@ -26,6 +26,8 @@ CONFIG = "adapter_config.json"
 """The two files of an adapter, as PEFT writes them."""
 TRACKIO = ".trackio"
 """Folder beside the runs with trackio's database of all of them."""
+TAKE_OVER = "be the user who made the run, or: sudo chown --recursive $(id -u):$(id -g) runs"
+"""What a person does about a run that this user cannot write."""
 APP_UID = 10001
 """User of every service but env, in all images."""
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
@@ -83,7 +85,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(value, sort_keys=True, default=str) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # the end may take more than one write; it is let go with the descriptor
         size = os.fstat(descriptor).st_size
@@ -111,6 +113,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+class User(NamedTuple):
+    uid: int
+    gid: int
+
+
+def host_user(runs_dir: Path) -> User:
+    """Whom the runs are for: the owner of their folder. One that the engine made, as root, is given to the owner of
+    TASKS_DIR, which is part of the checkout."""
+    found = runs_dir.stat()
+    checkout = Path(os.environ.get("TASKS_DIR", ""))
+    if found.st_uid == 0 and checkout.is_absolute() and checkout.is_dir():
+        found = checkout.stat()
+        os.chown(runs_dir, found.st_uid, found.st_gid)
+    return User(found.st_uid, found.st_gid)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     step: int
@@ -132,13 +150,23 @@ class RunDir:
         return cls(Path(root) / run_name)
 
     def prepare(self) -> None:
-        """Make the folders that several services write to, owned by the services' user; env, as root, does it."""
+        """Make the folders that several services write to.
+
+        env, as root, gives them to the services' user and to the group of the host's user, who may write there too:
+        what is made in them takes their group.
+        """
         shared = self.path.parent / TRACKIO
         own = (self.path, self.heartbeats, self.checkpoints, self.rollouts, self.eval, self.incidents)
         for folder in (shared, *own):
             folder.mkdir(parents=True, exist_ok=True)
-            if os.geteuid() == 0:
-                os.chown(folder, APP_UID, APP_UID)
+        if os.geteuid() == 0:
+            group = host_user(self.path.parent).gid
+            for folder in (shared, *own):
+                os.chown(folder, APP_UID, group)
+                folder.chmod(0o2775)
+            for file in self.path.iterdir():  # of a run that is resumed: the host's user has written some
+                if file.is_file() and not file.is_symlink():
+                    os.chown(file, APP_UID, group)
 
     @property
     def manifest(self) -> Path:

@@ -24,6 +24,9 @@ from services.common.errors import RecipeError
 
 WORKDIR = "/workdir"
 """Where an agent starts and leaves answer.txt."""
+SANDBOX_REPOSITORY = "opencode-rl-sandbox"
+SANDBOX_IMAGE = f"local/{SANDBOX_REPOSITORY}:cpu"
+"""How a task names the project's own sandbox image; the run starts its own one, whatever its registry and tag."""
 COMPOSE_FILE = "environment/docker-compose.yaml"
 SANDBOX_NETWORK = "SANDBOX_NETWORK"
 """The one variable of the host that our compose files read: the network of the sandboxes."""
@@ -319,8 +322,8 @@ def suite_folder(tasks_dir: Path, suite: str) -> Path:
         found = ", ".join(sorted(path.name for path in tasks_dir.glob("*") if path.is_dir())) or "none"
         hint = ""
         if (tasks_dir / f"{suite.split('/')[0]}.json").is_file():
-            hint = f"; run `prepare_tasks fetch {suite.split('/')[0]}` first"
-        raise RecipeError(f"suite {suite} is not in {tasks_dir} (there: {found}){hint}")
+            hint = f", or `prepare_tasks fetch {suite.split('/')[0]}`"
+        raise RecipeError(f"suite {suite} is not in {tasks_dir} (there: {found}); run `make prepare`{hint}")
     return folder
 
 
@@ -364,12 +367,22 @@ def check_disjoint(train: Iterable[Task], heldout: Iterable[Task]) -> None:
 
 
 def check_image(tasks: Iterable[Task], image: str) -> None:
-    """Raises: RecipeError: the tasks that would start another sandbox image than the recipe's."""
-    if other := [f"{task.name}: {task.docker_image}" for task in tasks if task.docker_image != image]:
+    """All sandboxes of a run start from one image: a task may name that one, or the project's own in any registry and
+    with any tag, for which the run's stands in.
+
+    Raises: RecipeError: the tasks that name another.
+    """
+    if other := [f"{task.name}: {task.docker_image}" for task in tasks if not _is_fit(task.docker_image, image)]:
         head = (
-            f"env.sandbox_image is {image}, and these tasks name another; run `prepare_tasks fetch --recipe` for them:"
+            f"the run's sandbox image is {image}, and these tasks name another; run `prepare_tasks fetch --recipe` for "
+            f"them, name {SANDBOX_IMAGE} in their task.toml, or set env.sandbox_image:"
         )
         raise RecipeError(listing(head, other))
+
+
+def _is_fit(named: str, image: str) -> bool:
+    repository = named.partition("@")[0].rpartition("/")[2].partition(":")[0]
+    return named == image or repository == SANDBOX_REPOSITORY
 
 
 def suite_sha256(tasks: Iterable[Task]) -> str:

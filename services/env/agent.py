@@ -57,7 +57,7 @@ class BakedOpenCode(OpenCode):
         if result.return_code != 0 or not (known or output == self._version):
             raise AgentSetupError(
                 f"the sandbox's OpenCode is {output[-300:] or 'missing'!r}, env.opencode_version is {self._version!r}; "
-                "set env.sandbox_image and the task's docker_image to an image that carries this version"
+                "build it with that version (`make images`), or set env.sandbox_image to an image that carries it"
             )
         if image:
             self.checked_images.add(image)
@@ -86,7 +86,7 @@ def _user_script(workdir: str | None) -> str:
     )
 
 
-def check_image(cfg: Recipe, image_id: str) -> None:
+def check_image(cfg: Recipe, image: str, image_id: str) -> None:
     """Ask the sandbox image's OpenCode for its version before any rollout does.
 
     Raises: NotReadyError: there is none, or another version than the recipe's.
@@ -95,10 +95,10 @@ def check_image(cfg: Recipe, image_id: str) -> None:
     try:
         found = docker(*command).strip()
     except DockerError as error:
-        raise NotReadyError(f"image {cfg.env.sandbox_image} has no OpenCode that starts: {error}") from None
+        raise NotReadyError(f"image {image} has no OpenCode that starts: {error}") from None
     if found != cfg.env.opencode_version:
         raise NotReadyError(
-            f"image {cfg.env.sandbox_image} carries OpenCode {found!r}, env.opencode_version is "
+            f"image {image} carries OpenCode {found!r}, env.opencode_version is "
             f"{cfg.env.opencode_version!r}; build the image with that version, or change the recipe"
         )
     BakedOpenCode.checked_images.add(image_id)

@@ -28,6 +28,7 @@ from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, hub_sandbox, manifest, public, sandbox, suites, web
 from services.env.docker import inspect, make_network
+from services.env.hand_over import hand_over
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
 from services.env.rollouts import RolloutEnvironment, Scoreboard
 from services.env.state import OperatorRoutes
@@ -114,6 +115,7 @@ class Places:
 def serve(cfg: Recipe, run: RunDir) -> int:
     """Serve until SIGTERM or SIGINT; what the run has in the engine is removed before and after."""
     quiet_libraries()
+    image = cfg.sandbox_image()
     places = Places.from_environment(cfg)
     provider = suites.load(cfg, places.tasks_dir)
     control_socket = bind(places.control_host, CONTROL_PORT)
@@ -122,14 +124,15 @@ def serve(cfg: Recipe, run: RunDir) -> int:
     serving = metrics.serve("env", run, host=places.control_host)
     with signals.stop_event() as stop, health.Pulse("env", run) as pulse, serving:
         if cfg.env.backend == "docker":
-            check_engine(cfg, places.network)
+            check_engine(cfg, places.network, image)
             if places.setup_network:
                 make_network(places.setup_network, SETUP_NETWORK_OPTIONS)
         sweep_backend(cfg, run)
+        hand_over_trials(run)
         manifest.write(cfg, run, *provider.suites())
-        record(cfg, run)
+        record(cfg, run, image)
         board = Scoreboard()
-        prepare(cfg, run, places, provider, board)
+        prepare(cfg, run, places, provider, board, image)
         service = capture_service(cfg, places)
         key = secrets.token_urlsafe(24)
         data_plane = DataPlane(service.capture.app)
@@ -152,7 +155,14 @@ def serve(cfg: Recipe, run: RunDir) -> int:
                 server.join()
             # Of a server that did not end in time the rollouts count as live; they end with this process.
             sweep_backend(cfg, run, keep_live=False)
+            hand_over_trials(run)
     return 0
+
+
+def hand_over_trials(run: RunDir) -> None:
+    """A sandbox hands its files over when it ends; what it did not come to, because env was killed, this does."""
+    if os.geteuid() == 0 and run.trials.is_dir():
+        hand_over(run.trials, run_dir.host_user(run.path.parent))
 
 
 def sweep_backend(cfg: Recipe, run: RunDir, *, keep_live: bool = True) -> int:
@@ -168,23 +178,28 @@ def sweep_backend(cfg: Recipe, run: RunDir, *, keep_live: bool = True) -> int:
     return 0
 
 
-def prepare(cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProvider, board: Scoreboard) -> None:
-    """Put the recipe's numbers into the parts of OpenEnv and Harbor that read them at rollout time."""
+def prepare(
+    cfg: Recipe, run: RunDir, places: Places, provider: suites.SuiteProvider, board: Scoreboard, image: str
+) -> None:
+    """Put the recipe's numbers into the parts of OpenEnv and Harbor that read them at rollout time.
+
+    Args: image: of every sandbox.
+    """
     run.trials.mkdir(parents=True, exist_ok=True)
     keep_only(KEPT_VARIABLES | BACKEND_VARIABLES.get(cfg.env.backend, set()))
     os.environ["OPENENV_HARBOR_TRIALS_DIR"] = str(run.trials)
-    overlay = sandbox.write_overlay(cfg, run, places.network)
-    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay, places.setup_network)
-    openenv_rollout.build_trial_config = hub_sandbox.bounded(build, cfg, run, agent.UID)
+    overlay = sandbox.write_overlay(cfg, run, places.network, image)
+    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay, image, places.setup_network)
+    openenv_rollout.build_trial_config = hub_sandbox.bounded(build, cfg, run, agent.UID, image)
     sandbox.Sandbox.configure(cfg)
     hub_sandbox.HubSandbox.configure(cfg)
     agent.register(cfg)
     RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s)
 
 
-def record(cfg: Recipe, run: RunDir) -> None:
+def record(cfg: Recipe, run: RunDir, image: str) -> None:
     """Write ``runs/<run>/env.json``: what this service runs with."""
-    sandbox_image = inspect("image", cfg.env.sandbox_image) if cfg.env.backend == "docker" else None
+    sandbox_image = inspect("image", image) if cfg.env.backend == "docker" else None
     run_dir.write_json(
         run.path / "env.json",
         {
@@ -257,12 +272,12 @@ def control_app(cfg: Recipe, run: RunDir, tasks_dir: Path | None = None) -> Any:
 # --- Engine and listeners -----------------------------------------------------------------------------------------
 
 
-def check_engine(cfg: Recipe, network: str) -> None:
+def check_engine(cfg: Recipe, network: str, image: str) -> None:
     """Raises: NotReadyError: no engine, no sandbox image with the right OpenCode, or a network with a way out."""
-    image = inspect("image", cfg.env.sandbox_image)
-    if image is None:
-        raise NotReadyError(f"image {cfg.env.sandbox_image} is not on this engine; build it with `make images`")
-    agent.check_image(cfg, image["Id"])
+    details = inspect("image", image)
+    if details is None:
+        raise NotReadyError(f"image {image} is not on this engine; build it with `make images`, or set TAG")
+    agent.check_image(cfg, image, details["Id"])
     found = inspect("network", network)
     if found is None:
         raise NotReadyError(f"network {network} does not exist; compose.yaml makes it")

@@ -72,8 +72,11 @@ class HubSandbox(HFSandboxEnvironment):
         cls.agents = ThreadPoolExecutor(threads, "sandbox-agent")
         cls.calls = ThreadPoolExecutor(threads, "sandbox-call")
 
-    def __init__(self, *args: Any, run_path: str, start_timeout_s: float, agent_uid: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, run_path: str, start_timeout_s: float, agent_uid: int, image: str, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._image = image
         run = RunDir(Path(run_path))
         self._run_name = run.path.name
         self._ledger = Ledger(run.ledger)
@@ -82,8 +85,7 @@ class HubSandbox(HFSandboxEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
-        image = self.task_env_config.docker_image
-        assert image is not None, "Harbor's own check refuses a task without docker_image"
+        image = self._image
         self.live.add(self.session_id)
         await asyncio.sleep(self.rate.turn_s())
         self._ledger.record("intent", self.session_id, backend="hf-sandbox", image=image)
@@ -242,8 +244,10 @@ def _wait_s(error: BaseException | None) -> float:
     return min(5.0 if asked_s is None else asked_s, MAX_RETRY_AFTER_S)
 
 
-def bounded(build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, agent_uid: int) -> Callable[..., TrialConfig]:
-    """``build_trial_config`` that has Harbor start a ``HubSandbox`` with the recipe's limits, for this backend."""
+def bounded(
+    build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, agent_uid: int, image: str
+) -> Callable[..., TrialConfig]:
+    """``build_trial_config`` that has Harbor start a ``HubSandbox`` with the run's image and the recipe's limits."""
 
     def build_bounded(**kwargs: Any) -> TrialConfig:
         trial = build(**kwargs)
@@ -253,6 +257,7 @@ def bounded(build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, agent_u
                 "run_path": str(run.path),
                 "start_timeout_s": cfg.rollout.build_timeout_s,
                 "agent_uid": agent_uid,
+                "image": image,
                 "flavor": cfg.env.hf_sandbox_flavor,
                 "job_timeout": cfg.env.hf_sandbox_idle_timeout_s,  # Harbor's name for the idle timeout
             }

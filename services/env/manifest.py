@@ -23,7 +23,7 @@ def write(cfg: Recipe, run: RunDir, train: tuple[Task, ...], heldout: tuple[Task
         return
     # ``local/opencode-rl-{}:cpu``: compose.yaml fills in registry and tag.
     pattern = os.environ.get("IMAGE_PATTERN", "")
-    names = {name: pattern.format(name) for name in IMAGES if pattern} | {"sandbox": cfg.env.sandbox_image}
+    names = {name: pattern.format(name) for name in IMAGES if pattern} | {"sandbox": cfg.sandbox_image()}
     # Where no engine answers for the images, whoever started the Job says which they are.
     given: dict[str, str] = json.loads(os.environ.get("IMAGE_DIGESTS") or "{}")
     found = {name: _image(reference) for name, reference in names.items()} if cfg.env.backend == "docker" else {}

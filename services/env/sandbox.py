@@ -28,6 +28,7 @@ from services.common import run_dir
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker, inspect
+from services.env.hand_over import hand_over
 from services.env.ledger import Ledger
 from services.env.start_rate import StartRate
 from services.env.sweep import LABEL
@@ -68,12 +69,14 @@ class Sandbox(DockerEnvironment):
         *args: Any,
         run_path: str,
         start_timeout_s: float,
+        image: str,
         disk_mb: int,
         setup_network: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Args: setup_network: a Docker network with a way out, for the task's own set-up and no longer."""
         super().__init__(*args, **kwargs)
+        self._image = image
         self._disk_bytes = disk_mb * 1024 * 1024
         self._disk_watch: asyncio.Task[None] | None = None
         self._over_disk = False
@@ -81,6 +84,7 @@ class Sandbox(DockerEnvironment):
         self._project = _sanitize_docker_compose_project_name(self.session_id)
         self._container = f"{self._project}-main-1"
         self._ledger = Ledger(RunDir(Path(run_path)).ledger)
+        self._host_user = run_dir.host_user(Path(run_path).parent)
         self._start_timeout_s = start_timeout_s
         self.image_id = ""
 
@@ -88,7 +92,7 @@ class Sandbox(DockerEnvironment):
     async def start(self, force_build: bool) -> None:
         self.live.add(self._project)
         await asyncio.sleep(self.rate.turn_s())
-        self._ledger.record("intent", self._project, backend="docker", image=self.task_env_config.docker_image)
+        self._ledger.record("intent", self._project, backend="docker", image=self._image)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await super().start(force_build)
@@ -114,6 +118,8 @@ class Sandbox(DockerEnvironment):
         if await self._docker("container", "rm", "--force", "--volumes", self._container) != 0:
             self.logger.warning("container %s could not be removed; the next sweep will", self._container)
             return
+        if os.getuid() == 0:
+            await asyncio.to_thread(hand_over, self.trial_paths.trial_dir, self._host_user)
         self._ledger.record("closed", self._project)
 
     @staticmethod
@@ -337,6 +343,8 @@ OVERLAY = """\
 # Written by the env server and merged last into every sandbox's Compose file: !override replaces what a task says.
 services:
   main:
+    image: "{image}"
+    pull_policy: never # it is on this engine, or env had not started; nobody else's image of that name is fetched
     labels: {{{label}: "{run}"}}
     init: true # without it "sleep infinity" ignores SIGTERM, and teardown waits 10 s for the kill
     networks: !override {{sandbox: {{}}}}
@@ -356,15 +364,16 @@ networks:
 """
 
 
-def write_overlay(cfg: Recipe, run: RunDir, network: str) -> Path:
-    """Write the Compose file with the run's network, label and limits; return its path."""
+def write_overlay(cfg: Recipe, run: RunDir, network: str, image: str) -> Path:
+    """Write the Compose file with the run's image, network, label and limits; return its path."""
     path = run.path / "sandbox-compose.yaml"
-    run_dir.write_text(path, overlay(cfg, run.path.name, network))
+    run_dir.write_text(path, overlay(cfg, run.path.name, network, image))
     return path
 
 
-def overlay(cfg: Recipe, run_name: str, network: str) -> str:
+def overlay(cfg: Recipe, run_name: str, network: str, image: str) -> str:
     return OVERLAY.format(
+        image=image,
         label=LABEL,
         run=run_name,
         network=network,
@@ -376,7 +385,12 @@ def overlay(cfg: Recipe, run_name: str, network: str) -> str:
 
 
 def bounded(
-    build: Callable[..., TrialConfig], cfg: Recipe, run: RunDir, overlay_path: Path, setup_network: str | None = None
+    build: Callable[..., TrialConfig],
+    cfg: Recipe,
+    run: RunDir,
+    overlay_path: Path,
+    image: str,
+    setup_network: str | None = None,
 ) -> Callable[..., TrialConfig]:
     """OpenEnv's ``build_trial_config`` with the recipe's time bounds and, for docker, our sandbox.
 
@@ -392,6 +406,7 @@ def bounded(
             trial.environment.kwargs = {
                 "run_path": str(run.path),
                 "start_timeout_s": cfg.rollout.build_timeout_s,
+                "image": image,
                 "disk_mb": cfg.env.sandbox_disk_mb,
                 "setup_network": setup_network,
             }

@@ -17,6 +17,7 @@ from services.common.tasks import (
     Task,
     TaskProblem,
     check_disjoint,
+    check_image,
     compose_services,
     listing,
     load_suite,
@@ -78,10 +79,12 @@ class SuiteProvider:
 
 
 def load(cfg: Recipe, tasks_dir: Path) -> SuiteProvider:
-    """Raises: RecipeError: a suite is missing, broken, changed or unsafe to run, or the two share a task."""
+    """Raises: RecipeError: a suite is missing, broken, changed, unsafe to run or made for another image than the run's,
+    or the two share a task."""
     train = load_suite(tasks_dir, cfg.tasks.train)
     heldout = load_suite(tasks_dir, cfg.tasks.heldout)
     check_disjoint(train, heldout)
+    check_image((*train, *heldout), cfg.sandbox_image())
     check_compose_files([*train, *heldout])
     return SuiteProvider({cfg.tasks.train: train, cfg.tasks.heldout: heldout})
 

@@ -60,7 +60,7 @@ def conditions(cfg: Recipe, manifest: Mapping[str, Any] | None, *, greedy: bool 
         max_model_calls=cfg.rollout.max_tool_calling_iterations,
         agent_timeout_s=cfg.rollout.agent_timeout_s,
         opencode_version=cfg.env.opencode_version,
-        images={"sandbox": cfg.env.sandbox_image} | {name: str(recorded[name]) for name in IMAGES if name in recorded},
+        images={"sandbox": cfg.sandbox_image()} | {name: str(recorded[name]) for name in IMAGES if name in recorded},
     )
 
 

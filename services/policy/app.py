@@ -1,4 +1,4 @@
-"""Checks before vLLM starts, each one message; then this process becomes vLLM."""
+"""Checks before vLLM starts, each one message; then vLLM, with its log and heartbeat in the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 from services.common import log, recipe, run_dir
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
 from services.policy.argv import PORT, Device, Role, argv, environment, hub_revision
+from services.policy.attend import attend
 from services.policy.reasoning import reasoning_flags
 
 SAMPLING_KEYS = (
@@ -23,19 +25,27 @@ SAMPLING_KEYS = (
 
 
 def serve(role: Role) -> int:
-    """Check the machine and the model, record what is served, and exec vLLM. Returns only on an error."""
+    """Check the machine and the model, record what is served, and run vLLM to its end. Returns: the exit code."""
     cfg = recipe.from_environment()
-    logger = log.setup("policy" if role == "train" else "policy-eval")
+    name = "policy" if role == "train" else "policy-eval"
+    logger = log.setup(name)
     device = installed_device()
     check_machine(device, Path("/proc/cpuinfo"))
     folder = check_model(cfg)
     reasoning = reasoning_flags(cfg.model_location(), hub_revision(cfg))
-    command = argv(cfg, role, device, reasoning=reasoning, python=sys.executable, listen=listen_address())
+    host, port = listen_address()
+    command = argv(cfg, role, device, reasoning=reasoning, python=sys.executable, listen=(host, port))
     variables = environment(cfg, role, device)
     record(cfg, role, device, folder, logger)
     logger.info("starting vLLM", extra={"argv": command[1:], "environment": variables})
-    logging.shutdown()
-    os.execvpe(command[0], command, {**os.environ, **variables})
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    return attend(command, {**os.environ, **variables}, name, run_of(cfg), url)
+
+
+def run_of(cfg: Recipe) -> RunDir | None:
+    """The run's directory; None where RUNS_DIR names none, for a policy that serves no run."""
+    runs = Path(os.environ.get("RUNS_DIR", ""))
+    return RunDir(runs / cfg.run.name) if runs.is_absolute() else None
 
 
 def listen_address() -> tuple[str, int]:
@@ -111,7 +121,7 @@ def cached_folder(cfg: Recipe) -> Path:
     if not isinstance(found, str):
         raise RecipeError(
             f"model {cfg.model.id} at {revision} is not in the Hub cache (HF_HOME); a starting container downloads "
-            f"nothing, so fetch it on the host first: hf download {cfg.model.id} --revision {revision}"
+            "nothing, so run `make prepare` on the host first"
         )
     return Path(found).parent
 

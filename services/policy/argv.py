@@ -87,7 +87,10 @@ def hub_revision(recipe: Recipe) -> str | None:
     if recipe.model.source == "local":
         return None
     if recipe.model.revision is None:
-        raise RecipeError("model.revision is missing; a Hub model needs its full 40-character commit")
+        raise RecipeError(
+            "model.revision is missing; a Hub model needs its full 40-character commit: run `make prepare`, which "
+            "finds it and fetches the weights"
+        )
     return recipe.model.revision
 
 

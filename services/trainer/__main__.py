@@ -43,6 +43,7 @@ def main() -> int:
     if (ended := run_dir.read_json(run.result)) is not None:
         logger.warning("the run has ended already; `make resume` goes on with it", extra=ended)
         return int(ended["exit_code"])
+    recipe.require_weights(cfg)
     serving = metrics.serve("trainer", run, cfg.trainer.max_steps)
     with signals.stop_event() as stop, health.Pulse("supervisor", run) as pulse, serving, tracker.follow(run, cfg):
         pulse.set("watching")

@@ -101,7 +101,8 @@ class StoppableWorker(HarnessRolloutWorker):
         half a message stays in the queue; and setting the event waits for ever for a child that died while one of its
         threads waited for it.
         """
-        child, self._process = self._process, None
+        child: Any = self._process
+        self._process = None
         if child is None:
             return
         threading.Thread(target=self._stop_event_mp.set, daemon=True).start()

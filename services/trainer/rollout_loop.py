@@ -16,7 +16,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup
 from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
 from services.common import signals
-from services.trainer import control, objective
+from services.trainer import control, objective, one_line
 from services.trainer.groups import Call, Rollout, Row, ScoredGroup, oldest_version, rows_with_versions
 from services.trainer.scheduler import RolloutEnded, Ticket
 
@@ -45,6 +45,7 @@ class RolloutLoop(_HarnessRolloutLoop):
         super().__init__(**kwargs)
         # A killed trainer must not leave a worker behind that goes on making rollouts for nobody.
         signals.die_with_parent()
+        one_line.install()
         self._advantage = advantage
         self._shuffle_rewards = shuffle_rewards
         self._tickets: list[Ticket] = []

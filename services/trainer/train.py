@@ -284,7 +284,7 @@ def _hub_revision(cfg: Recipe) -> str | None:
     if cfg.model.source == "local":
         return None
     if cfg.model.revision is None:
-        raise RecipeError("model.revision is missing; a Hub model needs its full 40-character commit")
+        raise RecipeError("model.revision is missing; a Hub model needs its full commit: run `make prepare`")
     return cfg.model.revision
 
 

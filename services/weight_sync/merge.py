@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from services.weight_sync.checksum import HAS_TRITON
-from services.weight_sync.dither import Dither, to_bfloat16, require_ditherable
+from services.weight_sync.dither import Dither, require_ditherable, to_bfloat16
 
 SMALLEST = 2.0**-60
 """Numbers of a factor below this travel as 0, so that no product of two of them underflows: it is then exact in

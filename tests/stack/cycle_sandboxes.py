@@ -18,6 +18,8 @@ from services.common.run_dir import RunDir
 from services.env import sandbox
 from services.env.sandbox import Sandbox
 
+IMAGE = "local/opencode-rl-sandbox:cpu"
+
 
 async def cycle(number: int, run: RunDir, overlay: Path) -> None:
     paths = TrialPaths(run.trials / f"cycle-{number}")
@@ -26,8 +28,8 @@ async def cycle(number: int, run: RunDir, overlay: Path) -> None:
     task.mkdir(exist_ok=True)
     one = Sandbox(
         task, "cycle", f"cycle-{number}", paths,
-        EnvironmentConfig(docker_image="local/opencode-rl-sandbox:cpu"),
-        run_path=str(run.path), start_timeout_s=120.0, disk_mb=1000, extra_docker_compose=[overlay],
+        EnvironmentConfig(docker_image=IMAGE),
+        run_path=str(run.path), start_timeout_s=120.0, image=IMAGE, disk_mb=1000, extra_docker_compose=[overlay],
     )  # fmt: skip
     try:
         await one.start(force_build=False)
@@ -42,7 +44,7 @@ async def main(count: int, at_a_time: int, folder: Path, network: str) -> None:
     run = RunDir(folder)
     run.trials.mkdir(parents=True, exist_ok=True)
     cfg = recipe.from_environment()
-    overlay = sandbox.write_overlay(cfg, run, network)
+    overlay = sandbox.write_overlay(cfg, run, network, IMAGE)
     turn = asyncio.Semaphore(at_a_time)
 
     async def in_turn(number: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def config(*files: str, **environment: str) -> dict:
     return json.loads(out.stdout)
 
 
+CDI = ("compose.yaml", "compose.cdi.yaml")
 STACKS = {
     "two-gpu": ("compose.yaml",),
     "one-gpu": ("compose.yaml", "compose.one-gpu.yaml"),
@@ -36,14 +38,25 @@ def test_every_service_has_image_health_and_no_privilege(stack: dict) -> None:
     assert set(stack["services"]) == SERVICES
     for name, service in stack["services"].items():
         assert service["image"], name
+        assert service["pull_policy"] == "never", f"{name}: anybody may own the name local/ in a public registry"
         assert service["healthcheck"]["test"], name
         assert service["init"] is True, name
-        # A vLLM whose engine died ends with code 0, and is wanted back all the same.
-        assert service["restart"] == ("unless-stopped" if name.startswith("policy") else "on-failure:5"), name
+        # What waiting does not make better (a recipe, tasks or weights that are not there) is not tried for ever.
+        assert service["restart"] == "on-failure:5", name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert "container_name" not in service, name
         assert not service.get("privileged"), name
+
+
+def test_every_image_follows_registry_and_tag_the_sandboxes_too() -> None:
+    for files in STACKS.values():
+        services = config(*files, REGISTRY="localhost:5000/me", TAG="mine", PULL_POLICY="missing")["services"]
+        assert {service["pull_policy"] for service in services.values()} == {"missing"}
+        for name, service in services.items():
+            assert re.fullmatch(r"localhost:5000/me/opencode-rl-\w+:mine", service["image"]), name
+        for name in ("env", "evaluator"):
+            assert services[name]["environment"]["IMAGE_PATTERN"] == "localhost:5000/me/opencode-rl-{}:mine"
 
 
 def test_only_env_has_the_docker_socket(stack: dict) -> None:
@@ -71,6 +84,7 @@ def test_published_ports_are_on_loopback(stack: dict) -> None:
 def test_the_dashboard_is_a_project_of_its_own_that_meets_no_service_and_sees_no_run() -> None:
     found = config("compose.dash.yaml")
     (dash,) = found["services"].values()
+    assert dash["pull_policy"] == "never"
     assert found["name"] == "opencode-rl-dash" and dash["profiles"] == ["dash"]
     assert [Path(volume["source"]).name for volume in dash["volumes"]] == [".trackio"]
     assert {port["host_ip"] for port in dash["ports"]} == {"127.0.0.1"}
@@ -112,6 +126,21 @@ def test_each_stack_has_its_gpus() -> None:
     }
     other = config(*STACKS["two-gpu"], TRAINER_GPU="4", POLICY_GPU="5", EVAL_GPU="6")
     assert gpus(other) == [[["4"]], [["5"]], [["6"]]]
+
+
+def test_a_host_with_cdi_gets_its_gpus_by_it_alone() -> None:
+    def devices(*files: str, **environment: str) -> list[list[tuple[str, list[str]]]]:
+        services = config(*files, **environment)["services"]
+        reservations = [
+            services[name]["deploy"]["resources"]["reservations"] for name in ("trainer", "policy", "policy-eval")
+        ]
+        return [[(device["driver"], device["device_ids"]) for device in found["devices"]] for found in reservations]
+
+    assert devices(*CDI) == [[("cdi", [f"nvidia.com/gpu={number}"])] for number in (0, 1, 1)]
+    other = devices(*CDI, TRAINER_GPU="4", POLICY_GPU="5", EVAL_GPU="6")
+    assert other == [[("cdi", [f"nvidia.com/gpu={number}"])] for number in (4, 5, 6)]
+    one = devices("compose.yaml", "compose.one-gpu.yaml", "compose.cdi.yaml", GPU="0")
+    assert one == [[("cdi", ["nvidia.com/gpu=0"])]] * 3
 
 
 def test_each_stack_has_a_recipe_that_fits_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def test_nothing_fails_here_and_what_was_not_looked_at_is_skipped() -> None:
     } == {}
     assert code == 0
     assert {found[name]["found"] for name in POLICY} == {"policy is not running"}
+    assert found["sandbox"]["found"].endswith("doing nothing earns 0, the reference solution 1")
     # What only the trainer image can say was asked of it.
     assert {found[name]["state"] for name in ("trl-release", "eos-token", "agent-budget", "chat-template")} == {"ok"}
 
@@ -44,6 +46,24 @@ def test_a_broken_set_up_fails_with_its_exit_code() -> None:
     assert found["trl-release"]["state"] == "skipped"
     code, found = doctor(CAPTURE_URL="https://0a1b.gradio.live/capture", TAG="no-such-tag")
     assert (code, found["stall-watchdog"]["state"]) == (2, "fail")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("tests/test.sh", "echo 1 > /logs/verifier/reward.txt\n", "doing nothing earns 1"),
+        ("solution/solve.sh", "true\n", "the reference solution earns 0"),
+    ],
+)
+def test_a_suite_that_would_teach_nothing_is_found_before_a_run(
+    file: str, text: str, words: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "data/tasks/smoke", tmp_path / "smoke")
+    for task in (tmp_path / "smoke" / "train").iterdir():
+        (task / file).write_text(text)
+    code, found = doctor(TASKS_DIR=str(tmp_path))
+    assert (code, found["sandbox"]["state"]) == (2, "fail")
+    assert words in found["sandbox"]["found"]
 
 
 @pytest.fixture

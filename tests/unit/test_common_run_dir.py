@@ -201,3 +201,35 @@ def test_every_path_of_a_run_lies_inside_it(tmp_path: Path) -> None:
 def test_the_time_is_utc_to_the_second() -> None:
     assert len(run_dir.utc_now()) == len("2026-11-29T12:00:00Z") and run_dir.utc_now().endswith("Z")
     assert json.loads(json.dumps(run_dir.utc_now()))
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+@as_root
+def test_a_prepared_run_belongs_to_the_services_and_to_the_group_of_whoever_owns_the_runs(tmp_path: Path) -> None:
+    os.chown(tmp_path, 4321, 4322)
+    run = RunDir(tmp_path / "run")
+    run.prepare()
+    (run.path / "recipe.toml").write_text("written by the host's user for a resume")
+    run.prepare()
+    for folder in (tmp_path / run_dir.TRACKIO, run.path, run.heartbeats, run.checkpoints, run.rollouts, run.eval):
+        status = folder.stat()
+        assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (run_dir.APP_UID, 4322, 0o2775), folder
+    assert (run.path / "recipe.toml").stat().st_uid == run_dir.APP_UID
+    made = run.checkpoints / "checkpoint-1"
+    made.mkdir()
+    assert (made.stat().st_gid, made.stat().st_mode & 0o2000) == (4322, 0o2000), "what is made there has that group"
+
+
+@as_root
+def test_runs_that_the_engine_made_are_given_to_the_owner_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, tasks = tmp_path / "runs", tmp_path / "tasks"
+    runs.mkdir()
+    tasks.mkdir()
+    os.chown(tasks, 4321, 4322)
+    monkeypatch.setenv("TASKS_DIR", str(tasks))
+    assert run_dir.host_user(runs) == (4321, 4322)
+    assert (runs.stat().st_uid, runs.stat().st_gid) == (4321, 4322)

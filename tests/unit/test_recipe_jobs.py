@@ -14,6 +14,8 @@ PUSHED = {"env.backend": "hf-sandbox", "env.sandbox_image": "docker.io/me/sandbo
 def test_sandboxes_on_the_hub_come_from_an_image_that_the_hub_can_pull() -> None:
     assert recipe.load(SMOKE, PUSHED).env.backend == "hf-sandbox"
     with pytest.raises(RecipeError, match=r"env\.sandbox_image is 'local/.*must be in a registry: `make push`"):
+        recipe.load(SMOKE, PUSHED | {"env.sandbox_image": "local/opencode-rl-sandbox:cpu"})
+    with pytest.raises(RecipeError, match=r"env\.sandbox_image is None.*must be in a registry"):
         recipe.load(SMOKE, {"env.backend": "hf-sandbox"})
 
 

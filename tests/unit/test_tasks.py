@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,15 @@ def test_train_and_heldout_that_share_a_task_are_refused(tasks_dir: Path) -> Non
     tasks.check_disjoint(train, load_suite(tasks_dir, "smoke/heldout"))
 
 
-def test_tasks_that_name_another_image_than_the_recipe_are_refused() -> None:
+def test_tasks_that_name_the_projects_image_run_on_the_runs_own_and_others_are_refused() -> None:
     loaded = load_suite(SHIPPED, "smoke/train")
-    tasks.check_image(loaded, "local/opencode-rl-sandbox:cpu")
-    with pytest.raises(RecipeError, match="first-b: local/opencode-rl-sandbox:cpu"):
-        tasks.check_image(loaded, "registry.example/sandbox:1")
+    for image in ("local/opencode-rl-sandbox:cpu", "localhost:5000/me/opencode-rl-sandbox:cuda", "mine:1"):
+        tasks.check_image(loaded, image)
+    digest = replace(loaded[0], docker_image="docker.io/me/opencode-rl-sandbox@sha256:0a")
+    tasks.check_image([digest, replace(loaded[1], docker_image="mine:1")], "mine:1")
+    for foreign in ("python:3.12-slim", "opencode-rl-sandbox/other:1"):
+        with pytest.raises(RecipeError, match=f"first-b: {foreign}"):
+            tasks.check_image([replace(loaded[1], name="first-b", docker_image=foreign)], "mine:1")
 
 
 @pytest.mark.parametrize("suite", ["smoke/nothing", "nothing"])

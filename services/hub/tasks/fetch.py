@@ -13,7 +13,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from services.common import recipe as recipes
 from services.common.errors import RecipeError
 from services.common.run_dir import write_text
-from services.common.tasks import HubSource, PinFile, dump_pin, listing, load_pin
+from services.common.tasks import SANDBOX_IMAGE, HubSource, PinFile, dump_pin, listing, load_pin
 from services.hub import datasets
 from services.hub.client import connect
 from services.hub.files import RemoteFile
@@ -61,7 +61,7 @@ def sandbox_settings(
         env = recipes.load(recipe).env
         if env.sandbox_cpus != int(env.sandbox_cpus):
             raise RecipeError(f"env.sandbox_cpus is {env.sandbox_cpus}; Harbor's tasks take whole CPUs only")
-        values = {"image": env.sandbox_image, "cpus": int(env.sandbox_cpus)}
+        values = {"image": env.sandbox_image or SANDBOX_IMAGE, "cpus": int(env.sandbox_cpus)}
         values |= {"memory_mb": env.sandbox_memory_mb, "pids": env.sandbox_pids}
     given = {"image": image, "cpus": cpus, "memory_mb": memory_mb}
     values |= {key: value for key, value in given.items() if value is not None}

@@ -107,10 +107,11 @@ def make(tmp_path: Path, run: RunDir) -> Callable[..., HubSandbox]:
         environment = tmp_path / "environment"
         environment.mkdir(exist_ok=True)
         (environment / "data.csv").write_text("1")
-        config = EnvironmentConfig(docker_image="registry/sandbox@sha256:1", workdir=str(tmp_path / "work"))
+        config = EnvironmentConfig(docker_image="what-the-task-names", workdir=str(tmp_path / "work"))
         return HubSandbox(
             environment, "task", name, paths, config,
-            run_path=str(run.path), start_timeout_s=30.0, agent_uid=UID, flavor="cpu-basic", job_timeout=1800.0,
+            run_path=str(run.path), start_timeout_s=30.0, agent_uid=UID, image="registry/sandbox@sha256:1",
+            flavor="cpu-basic", job_timeout=1800.0,
         )  # fmt: skip
 
     return sandbox
@@ -452,7 +453,7 @@ def test_a_trial_of_this_backend_gets_our_class_and_the_recipe_s_limits(tmp_path
         RECIPE,
         {"env.backend": "hf-sandbox", "env.sandbox_image": "r/s@sha256:1", "env.hf_sandbox_flavor": "cpu-upgrade"},
     )
-    build = hub_sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, agent.UID)
+    build = hub_sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, agent.UID, "r/s@sha256:1")
     agent.register(cfg)
     common = {
         "task_dir": ROOT / "data/tasks/smoke/train/first-c", "harness": "opencode", "intercept_url": "http://x",
@@ -463,7 +464,7 @@ def test_a_trial_of_this_backend_gets_our_class_and_the_recipe_s_limits(tmp_path
     assert trial.environment.import_path == "services.env.hub_sandbox:HubSandbox"
     assert trial.environment.kwargs == {
         "run_path": str(run.path), "start_timeout_s": 50.0, "agent_uid": UID, "flavor": "cpu-upgrade",
-        "job_timeout": 1800.0,
+        "job_timeout": 1800.0, "image": "r/s@sha256:1",
     }  # fmt: skip
     assert build(sandbox="docker", **common).environment.import_path is None
 

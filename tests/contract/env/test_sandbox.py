@@ -86,8 +86,8 @@ def make(run: RunDir, setup_network: str | None = None, disk_mb: int = 10) -> Sa
     task.mkdir(parents=True, exist_ok=True)
     config = EnvironmentConfig(docker_image="image", healthcheck=HealthcheckConfig(command="fetch", retries=1))
     return Sandbox(
-        task, "task", "trial", paths, config, run_path=str(run.path), start_timeout_s=5.0, disk_mb=disk_mb,
-        setup_network=setup_network,
+        task, "task", "trial", paths, config, run_path=str(run.path), start_timeout_s=5.0, image="image",
+        disk_mb=disk_mb, setup_network=setup_network,
     )  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def own_seams(monkeypatch: pytest.MonkeyPatch) -> None:
 def trial_config(cfg: Recipe, run: RunDir, backend: str = "docker") -> TrialConfig:
     agent.register(cfg)
     run.path.mkdir(parents=True, exist_ok=True)
-    overlay = sandbox.write_overlay(cfg, run, "sandboxes")
-    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay)
+    overlay = sandbox.write_overlay(cfg, run, "sandboxes", "of-the-run:1")
+    build = sandbox.bounded(openenv_rollout.build_trial_config, cfg, run, overlay, "of-the-run:1")
     return build(
         task_dir=TASK, harness="opencode", sandbox=backend, intercept_url="http://capture:8101", session_id="key",
         model="org/policy", trial_name="trial-1", trials_dir=run.trials, training=True,
@@ -195,7 +195,7 @@ def test_overlay_has_the_last_word_over_a_tasks_compose_file(
     shipped = (TASK / "environment" / "docker-compose.yaml").read_text()
     task.write_text(HOSTILE if says == "hostile" else shipped)
     run.path.mkdir(parents=True)
-    overlay = sandbox.write_overlay(cfg, run, "the-network")
+    overlay = sandbox.write_overlay(cfg, run, "the-network", "of-the-run:1")
     files = [str(path) for path in (COMPOSE_PREBUILT_PATH, task, overlay)]
     out = subprocess.run(
         ["docker", "compose", *(part for file in files for part in ("-f", file)), "config", "--format", "json"],
@@ -205,6 +205,7 @@ def test_overlay_has_the_last_word_over_a_tasks_compose_file(
     assert out.returncode == 0, out.stderr
     resolved = json.loads(out.stdout)
     main = resolved["services"]["main"]
+    assert (main["image"], main["pull_policy"]) == ("of-the-run:1", "never"), "whatever the task names"
     assert list(main["networks"]) == ["sandbox"]
     assert resolved["networks"]["sandbox"] == {"name": "the-network", "external": True, "ipam": {}}
     assert main["labels"] == {"opencode-rl.run": "mine"}
@@ -262,9 +263,9 @@ def test_sandbox_image_is_asked_for_its_opencode_before_any_rollout(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(agent.BakedOpenCode, "checked_images", set())
     if refusal is None:
-        agent.check_image(cfg, "sha256:0a")
+        agent.check_image(cfg, "sandbox:1", "sha256:0a")
         assert agent.BakedOpenCode.checked_images == {"sha256:0a"}
     else:
         with pytest.raises(NotReadyError, match=refusal):
-            agent.check_image(cfg, "sha256:0a")
+            agent.check_image(cfg, "sandbox:1", "sha256:0a")
         assert agent.BakedOpenCode.checked_images == set()

@@ -39,7 +39,7 @@ def test_a_sandbox_asks_for_its_turn_before_the_engine(monkeypatch: pytest.Monke
     sandbox = object.__new__(Sandbox)
     sandbox._project, sandbox._start_timeout_s = "p", 10.0
     sandbox._ledger = type("Ledger", (), {"record": lambda *_a, **_k: None})()
-    sandbox.task_env_config = type("Config", (), {"docker_image": "image"})()
+    sandbox._image = "image"
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(sandbox.start(False))
     Sandbox.live.discard("p")

@@ -25,10 +25,16 @@ class FakeEngine:
     """FAKE of docker.DockerClient: the parts that the checks ask."""
 
     def __init__(
-        self, found: dict[str, dict[str, Any]], version: str = "26.1.5", runtimes: tuple[str, ...] = ()
+        self,
+        found: dict[str, dict[str, Any]],
+        version: str = "26.1.5",
+        runtimes: tuple[str, ...] = (),
+        components: tuple[str, ...] = ("Engine",),
+        security: tuple[str, ...] = (),
+        cdi: tuple[str, ...] = (),
     ) -> None:
-        self._version = version
-        self._runtimes = runtimes
+        self._version = {"Version": version, "Components": [{"Name": name} for name in components]}
+        self._info = {"Runtimes": dict.fromkeys(runtimes), "SecurityOptions": list(security), "CDISpecDirs": list(cdi)}
 
         def get(name: str) -> SimpleNamespace:
             if name not in found:
@@ -39,11 +45,11 @@ class FakeEngine:
         self.networks = SimpleNamespace(list=list)
         self.containers = SimpleNamespace(list=lambda filters: [])
 
-    def version(self) -> dict[str, str]:
-        return {"Version": self._version}
+    def version(self) -> dict[str, Any]:
+        return self._version
 
     def info(self) -> dict[str, Any]:
-        return {"Runtimes": dict.fromkeys(self._runtimes)}
+        return self._info
 
 
 def with_engine(setup: Setup, engine: FakeEngine) -> Setup:
@@ -54,7 +60,7 @@ def with_engine(setup: Setup, engine: FakeEngine) -> Setup:
 def built(setup: Setup, **labels: str) -> dict[str, dict[str, Any]]:
     """Every image of the set-up, made from the locks of this checkout."""
     names = {name: setup.image(name) for name in ("policy", "trainer", "env", "tools")}
-    names["sandbox"] = setup.cfg.env.sandbox_image
+    names["sandbox"] = setup.sandbox_image
     return {
         reference: {
             "labels": {
@@ -106,9 +112,29 @@ def test_a_socket_that_is_none_or_another_one_fails(broken: Broken, setup: Setup
     fails(machine.docker_socket(setup, tmp_path / "docker.sock"), 3, "no socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "docker.sock"))
-        assert machine.docker_socket(setup, tmp_path / "docker.sock").state == "ok"
+        own = f"unix://{tmp_path}/docker.sock"
+        assert machine.docker_socket(setup, tmp_path / "docker.sock", own).state == "ok"
+        rootless = "unix:///run/user/1000/docker.sock"
+        fails(machine.docker_socket(setup, tmp_path / "docker.sock", rootless), 3, rootless, "docker context use")
         elsewhere = broken(environment={"DOCKER_HOST": "tcp://10.0.0.1:2375"})
         fails(machine.docker_socket(elsewhere, tmp_path / "docker.sock"), 3, "tcp://10.0.0.1:2375", "unset DOCKER_HOST")
+
+
+def test_an_engine_that_is_not_supported_is_named(setup: Setup) -> None:
+    podman = FakeEngine({}, version="5.4.0", components=("Podman Engine", "Conmon"))
+    fails(machine.engine(with_engine(setup, podman)), 5, "Podman")
+    rootless = FakeEngine({}, security=("name=seccomp,profile=builtin", "name=rootless"))
+    fails(machine.engine(with_engine(setup, rootless)), 5, "rootless")
+    assert machine.engine(with_engine(setup, FakeEngine({}))).state == "ok"
+
+
+def test_a_checkout_that_the_services_user_cannot_enter_or_read_fails(broken: Broken, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir(mode=0o755)
+    assert machine.readable(broken(tasks_dir=tasks)).state == "ok"
+    tasks.chmod(0o750)
+    fails(machine.readable(broken(tasks_dir=tasks)), 5, str(tasks), "chmod")
+    fails(machine.readable(broken(runs_dir=Path("/root/project/runs"))), 5, "/root/project/runs", "move")
 
 
 # --- Processor, memory, disk, port -----------------------------------------------------------------------------------
@@ -171,12 +197,9 @@ def test_two_gpus_with_peer_access_are_ok(broken: Broken) -> None:
         (TWO.replace("580.82", "535.10"), PEERS, "fail", "driver 535"),
         (TWO.splitlines()[0], PEERS, "warn", "one GPU"),
         (TWO, PEERS.replace("OK", "NS"), "warn", "no peer access"),
-        (TWO.replace("143771", "24576"), PEERS, "warn", "GPU 0, 1 is small"),
     ],
 )
-def test_missing_old_small_or_parted_gpus_are_told(
-    broken: Broken, listing: str, peers: str, state: str, words: str
-) -> None:
+def test_missing_old_or_parted_gpus_are_told(broken: Broken, listing: str, peers: str, state: str, words: str) -> None:
     found = machine.gpus(broken(variant="cuda"), listing, peers)
     assert found.state == state and words in found.found
 
@@ -184,7 +207,24 @@ def test_missing_old_small_or_parted_gpus_are_told(
 def test_an_engine_that_hands_out_no_gpu_fails(broken: Broken, tmp_path: Path) -> None:
     setup = with_engine(broken(variant="cuda"), FakeEngine({}))
     fails(machine.container_gpus(setup), 5, "nvidia-container-toolkit")
-    assert machine.container_gpus(with_engine(setup, FakeEngine({}, runtimes=("nvidia",)))).state == "ok"
+    found = machine.container_gpus(with_engine(setup, FakeEngine({}, runtimes=("nvidia",))))
+    assert (found.state, found.found) == ("ok", "GPUs by the nvidia runtime")
+
+
+def test_a_host_with_cdi_wants_its_compose_file_and_one_with_the_runtime_does_not(
+    broken: Broken, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia.yaml").write_text('cdiVersion: "0.5.0"\nkind: nvidia.com/gpu\ndevices: []\n')
+    (tmp_path / "other.json").write_text('{"cdiVersion": "0.5.0", "kind": "vendor.com/net", "devices": []}')
+    by_cdi, by_runtime = FakeEngine({}, cdi=(str(tmp_path),)), FakeEngine({}, runtimes=("nvidia",))
+    without = broken(variant="cuda", environment={"COMPOSE_FILE": "compose.yaml:compose.one-gpu.yaml"})
+    mend = "COMPOSE_FILE=compose.yaml:compose.one-gpu.yaml:compose.cdi.yaml"
+    fails(machine.container_gpus(with_engine(without, by_cdi)), 5, "CDI", mend)
+    asked = broken(variant="cuda", environment={"COMPOSE_FILE": "compose.yaml:compose.cdi.yaml"})
+    assert machine.container_gpus(with_engine(asked, by_cdi)).found == "GPUs by CDI"
+    fails(machine.container_gpus(with_engine(asked, by_runtime)), 5, "nvidia runtime", "leave it out")
+    (tmp_path / "nvidia.yaml").unlink()
+    fails(machine.container_gpus(with_engine(asked, by_cdi)), 5, "neither the nvidia runtime nor CDI")
 
 
 def test_the_cpu_variant_skips_gpus(setup: Setup) -> None:
@@ -199,6 +239,16 @@ def test_a_missing_image_is_named(setup: Setup) -> None:
     assert images.present(with_engine(setup, FakeEngine(found))).state == "ok"
     del found[setup.image("tools")]
     fails(images.present(with_engine(setup, FakeEngine(found))), 3, "opencode-rl-tools:cpu", "make images VARIANT=cpu")
+
+
+def test_a_sandbox_image_on_another_base_than_the_tasks_want_is_refused(setup: Setup, broken: Broken) -> None:
+    def on(base: str) -> FakeEngine:
+        return FakeEngine({setup.sandbox_image: {"labels": {images.BASE_LABEL: base}}})
+
+    assert images.sandbox_base(with_engine(setup, on("opencode-rl/base:bookworm"))).state == "ok"
+    wants = broken(env__sandbox_base="example/tasks@sha256:0a")
+    assert images.sandbox_base(with_engine(wants, on("example/tasks@sha256:0a"))).state == "ok"
+    fails(images.sandbox_base(with_engine(wants, on("opencode-rl/base:bookworm"))), 3, "example/tasks", "make images")
 
 
 def test_an_image_of_the_other_variant_is_refused(setup: Setup) -> None:

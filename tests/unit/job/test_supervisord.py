@@ -15,6 +15,7 @@ import yaml
 
 from services.job.prefix import Lines
 from services.job.supervisor import Supervisor, SupervisorError
+from services.policy import attend
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "images/job/supervisord.conf"
@@ -113,19 +114,18 @@ def test_what_a_signal_killed_is_started_again_and_what_ended_by_itself_is_not(s
     assert pids.read_text().count("\n") == 3
 
 
-@pytest.mark.parametrize(("code", "starts"), [(0, 2), (2, 1)])
+@pytest.mark.parametrize(("code", "starts"), [(attend.ENDED, 2), (2, 1)])
 def test_a_policy_whose_engine_died_is_started_again_and_one_that_was_refused_is_not(
     start, tmp_path: Path, code: int, starts: int
 ) -> None:
-    """vLLM exits with 0 after its engine died; services.policy with a code of its own when it cannot start."""
     seen = tmp_path / "starts"
     supervisor, _ = start(policy=f"echo up >> {seen}; [ $(wc -l < {seen}) = 2 ] && sleep 60; exit {code}")
     supervisor.start("policy")
     wait_for(lambda: seen.exists() and seen.read_text().count("up") == starts)
-    wait_for(lambda: supervisor.look("policy").running is (code == 0))
+    wait_for(lambda: supervisor.look("policy").running is (starts == 2))
     time.sleep(1.5)
     assert seen.read_text().count("up") == starts
-    assert supervisor.look("policy").running is (code == 0)
+    assert supervisor.look("policy").running is (starts == 2)
 
 
 def test_a_stop_is_a_sigterm_to_the_program_itself(start) -> None:
