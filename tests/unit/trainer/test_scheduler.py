@@ -135,8 +135,8 @@ def test_the_oldest_group_is_trained_first_whenever_it_came() -> None:
     tickets = desk.tickets()[:3]
     for ticket, version in zip(tickets, (3, 1, 2), strict=True):
         desk.send(scored(ticket, [version, version]))
-    for ticket in range(3, 5):
-        desk.send(scored(Ticket(ticket, ticket), [4, 4]))
+    for number in range(3, 5):
+        desk.send(scored(Ticket(number, number), [4, 4]))
     assert [desk.step(4 + step).groups for step in range(3)] == [[1], [2], [0]]
 
 
