@@ -17,6 +17,7 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 import uuid
 from datetime import UTC, datetime
@@ -102,6 +103,9 @@ class Traffic:
         self.conversations = conversations
         """Instruction -> what each model call has that the one before and its answer had not, as token ids."""
         self.policy_url, self.model, self.max_tokens = bench_sync.URL, "policy", 0
+        self.captured: dict[str, Any] = {}
+        self.run: RunDir | None = None
+        """Whose ``policy_versions.jsonl`` says which version samples."""
 
     @classmethod
     def read(cls, folder: Path, longest: int) -> Traffic:
@@ -127,6 +131,13 @@ class Traffic:
         return self
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> ReplaySession:
+        from services.trainer.policy_versions import VersionLog
+        from services.trainer.session import Captured
+
+        assert episode_id is not None and self.run is not None
+        now_s = time.time()
+        version = VersionLog(self.run).of([(now_s, now_s)])[0][0]
+        self.captured[episode_id] = Captured(calls=[], version=version, truncated=False)
         return ReplaySession(self, self.conversations[str(task[-1]["content"])])
 
 
@@ -212,9 +223,8 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
-    from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
-    from services.trainer import attention, cpu, grpo, packing
+    from services.trainer import attention, cpu, grpo, packing, resume, scheduler, served_forward
     from services.trainer.sync import weight_transfer
     from services.weight_sync.canary import Canary, model_score, prompt_ids
     from services.weight_sync.names import base_weight
@@ -226,12 +236,14 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
     if on_cpu:
         cpu.install()
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_location())
+    traffic.run = run
     traffic.max_tokens = cfg.sampling.max_completion_tokens
     dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in traffic.conversations])
-    worker = HarnessRolloutWorker(
+    worker = grpo.StoppableWorker(
+        stop=threading.Event(), advantage=cfg.algorithm.advantage,
         harness_session_factory=traffic, rollout_reward_fn=score, model_name=cfg.policy.served_model_name,
         dataset=dataset, reward_funcs=[], processing_class=tokenizer, eos_token_ids=[tokenizer.eos_token_id],
-        num_generations=cfg.rollout.num_generations, max_inflight_tasks=cfg.rollout.max_inflight, queue_maxsize=1024,
+        num_generations=cfg.rollout.num_generations, max_inflight_tasks=cfg.rollout.max_inflight,
         vllm_server_url=bench_sync.URL, max_tokens=cfg.sampling.max_completion_tokens, temperature=1.0, top_p=1.0,
         top_k=0, max_tool_calling_iterations=cfg.rollout.max_tool_calling_iterations,
     )  # fmt: skip
@@ -244,12 +256,10 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
                 numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
                 each.append({"step": state.global_step, "time_s": time.time(), **numbers, **sync.metrics()})
 
-    samples_per_step = cfg.trainer.groups_per_step * cfg.rollout.num_generations
     args = AsyncGRPOConfig(
         str(run.checkpoints), seed=cfg.run.seed, max_steps=cfg.trainer.max_steps, logging_steps=1,
-        learning_rate=cfg.trainer.learning_rate, token_budget=0,
-        per_device_train_batch_size=cfg.trainer.samples_per_row,
-        gradient_accumulation_steps=samples_per_step // cfg.trainer.samples_per_row,
+        learning_rate=cfg.trainer.learning_rate,
+        per_device_train_batch_size=1, gradient_accumulation_steps=1,
         num_generations=cfg.rollout.num_generations, max_completion_length=cfg.sampling.max_completion_tokens,
         temperature=1.0, max_inflight_tasks=cfg.rollout.max_inflight, max_staleness=cfg.rollout.max_staleness,
         vllm_server_base_url=bench_sync.URL, dtype=cfg.model.dtype, bf16=False, use_cpu=on_cpu,
@@ -257,20 +267,24 @@ def train(cfg: Recipe, traffic: Traffic) -> list[dict[str, float]]:
         disable_tqdm=True,
     )  # fmt: skip
     with health.Pulse("trainer", run) as pulse:
-        trainer = grpo.FactorSyncTrainer(
+        trainer = grpo.WholeGroupTrainer(
             model=cfg.model_location(), args=args, train_dataset=dataset, processing_class=tokenizer,
             peft_config=LoraConfig(
                 r=cfg.lora.r, lora_alpha=cfg.lora.alpha, lora_dropout=cfg.lora.dropout,
                 target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",
             ),
             rollout_worker=worker, weight_transfer=sync, callbacks=[Recorder()], pulse=pulse,
+            algorithm=cfg.algorithm, limits=scheduler.limits(cfg), samples_per_row=cfg.trainer.samples_per_row,
+            resume_steps=None, run=run, start=resume.Start(), save_state=lambda *_arguments: None,
         )  # fmt: skip
+        if cfg.trainer.forward == "served":
+            served_forward.install(trainer.model, cfg.weight_sync.rounding)
         packing.install(trainer.model)
         sync.describe(trainer.model)
         sync.prove_with(
             base_weight=functools.partial(base_weight, trainer.model),
             canary=Canary(
-                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff
+                prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_mean_abs_logprob_diff
             ),
         )
         trainer.train()
@@ -282,7 +296,7 @@ def report(steps: list[dict[str, float]], wanted: int, cfg: Recipe) -> bool:
     columns = (
         "step", "loss", "grad_norm", "reward", "ratio/staleness_0", "kl/staleness_0", "weight_sync/paused_s",
         "weight_sync/transfer_s", "weight_sync/merge_s", "weight_sync/verify_s",
-        "weight_sync/canary_max_abs_logprob_diff",
+        "weight_sync/canary_mean_abs_logprob_diff",
     )  # fmt: skip
     table = Table(*(column.replace("weight_sync/", "sync ") for column in columns))
     for step in steps:

@@ -124,7 +124,7 @@ class Bench:
         if mode in SHARED:
             return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b-one-gpu.toml", changes)
         # Leaves room for W0 on the server's GPU, and for a trainer that sends a huge adapter.
-        changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6}
+        changes |= {"weight_sync.mode": mode, "policy.gpu_memory_utilization": 0.6, "trainer.forward": "adapter"}
         return recipes.load(ROOT / "data/recipes/lfm2.5-2.6b.toml", changes)
 
     def note(self, name: str, value: Any) -> None:
@@ -324,7 +324,7 @@ def merge_alone(model: Any, cfg: Recipe) -> dict[str, Any]:
         merge_s = spread(timed(functools.partial(tried.merge, cfg.lora_scale), 10))
         tiles[f"{grouped.COLUMNS} columns, {grouped.WARPS} warps"] = merge_s["median"]
     whole = group()
-    merged = whole.merged_checksums(cfg.lora_scale).tolist()
+    merged = whole.merged_sums(cfg.lora_scale)[0].tolist()
     found = whole.checksums().tolist()
     different, other_sums = [], []
     for i, (name, (a, b)) in enumerate(pairs.items()):
@@ -343,7 +343,7 @@ def merge_alone(model: Any, cfg: Recipe) -> dict[str, Any]:
         "merge_s": spread(timed(lambda: whole.merge(cfg.lora_scale), 20)),
         "merge_s_by_tile": tiles,
         "checksums_s": spread(timed(lambda: whole.checksums(), 20)),
-        "merged_checksums_s": spread(timed(lambda: whole.merged_checksums(cfg.lora_scale), 20)),
+        "merged_checksums_s": spread(timed(lambda: whole.merged_sums(cfg.lora_scale), 20)),
         "copy_s": spread(timed(lambda: torch._foreach_copy_(list(out.values()), list(base.values())), 20)),
         "loop_s": spread(timed(loop, 3)),
     }

@@ -129,11 +129,12 @@ def write_adapter(facts: Facts, target: Path, name: str) -> None:
 def write_merged(facts: Facts, adapter: Path, target: Path, name: str, cache_dir: Path) -> None:
     base = base_folder(facts.cfg, cache_dir)
     target.mkdir(parents=True, exist_ok=True)
-    arguments = [str(base), str(adapter), str(target), facts.cfg.model.dtype]
+    how = facts.cfg.model.dtype, facts.cfg.weight_sync.rounding
+    arguments = [str(base), str(adapter), str(target), *how]
     if importlib.util.find_spec("torch") is not None:
         from scripts.export.merge import write_merged as merge
 
-        merge(base, adapter, target, facts.cfg.model.dtype)
+        merge(base, adapter, target, *how)
     else:
         _in_trainer_image(arguments, read=[base, adapter], write=target)
     run_dir.write_text(target / "README.md", card.make(facts, name, merged=True))

@@ -123,6 +123,8 @@ def numbers(view: RunView, gpus: Sequence[dict[str, Any]], now_s: float) -> Iter
         yield f"in flight: {', '.join(ages)}{more}"
     if causes := view.unscorable():
         yield "unscorable: " + ", ".join(f"{cause} {count}" for cause, count in causes.items())
+    if groups := describe_groups(view):
+        yield groups
     if view.metrics:
         yield f"step {view.metrics[-1]['step']}: {describe_step(view.metrics[-1])}"
     for gpu in gpus:
@@ -134,6 +136,16 @@ def numbers(view: RunView, gpus: Sequence[dict[str, Any]], now_s: float) -> Iter
             f"cost: {view.costs['usd']:.2f} dollars, {shown(per_step, 3)} a step; "
             f"{view.costs['gpu_hours']:.2f} GPU hours, {view.costs['sandbox_minutes']:.0f} sandbox minutes"
         )
+
+
+def describe_groups(view: RunView) -> str:
+    """How many groups taught nothing, and how many were too old; empty before the first group."""
+    last = view.metrics[-1] if view.metrics else {}
+    if not (done := int(last.get("groups/done", 0))):
+        return ""
+    silent = int(last["groups/zero_variance"])
+    stale = int(sum(values(view.metrics, "groups/dropped_stale_total")))
+    return f"groups: {done} made, {silent} with equal rewards ({silent / done:.0%}), {stale} too old and made again"
 
 
 def events(view: RunView) -> Iterator[str]:

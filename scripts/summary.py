@@ -21,7 +21,7 @@ from services.common.errors import run_main
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 
-STALENESS = "sample/staleness_max"
+RATIO_AT_0 = "ratio/staleness_0"
 PHASES = ("start", "train", "eval_start", "eval", "down")
 """Of ``scripts.run``, in the order in which they happen; the file has them by name."""
 STEP_PARTS = {
@@ -35,7 +35,6 @@ STEP_PARTS = {
 
 def build(view: RunView) -> dict[str, Any]:
     """All that the tables show; numbers that were not measured are None."""
-    on_policy = [line for line in view.metrics if values([line], STALENESS) == [0.0]]
     syncs = values(view.metrics, SYNC_S)
     rewards = values(view.metrics, REWARD)
     scored = [line for line in view.rollouts if line["scored"]]
@@ -57,7 +56,7 @@ def build(view: RunView) -> dict[str, Any]:
         "reward": {"first": rewards[0] if rewards else None, "last": rewards[-1] if rewards else None,
                    "mean": mean(rewards)},
         "ratio": {
-            "at_staleness_0": _spread(values(on_policy, RATIO)),
+            "at_staleness_0": _spread(values(view.metrics, RATIO_AT_0)),
             "all": _spread(values(view.metrics, RATIO)),
         },
         "sync": {"count": len(syncs), "mean_s": mean(syncs), "max_s": max(syncs, default=None)},

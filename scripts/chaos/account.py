@@ -17,7 +17,7 @@ class Account:
 
     steps: int
     replayed: list[int] = field(default_factory=list)
-    """Positions of which a sample was trained twice."""
+    """Positions whose group was trained twice."""
     lost: list[int] = field(default_factory=list)
     """Positions that were passed over: neither trained, nor waiting in the last checkpoint, nor dropped."""
     dropped: list[int] = field(default_factory=list)
@@ -33,30 +33,17 @@ class Account:
 def of(run: RunDir) -> Account:
     """Read a run's books. A run without a checkpoint has none."""
     lines = run_dir.read_lines(run.trained)
-    trained = Counter(tuple(sample) for line in lines for sample in line["samples"])
-    stale = {tuple(sample) for line in lines for sample in line["stale"]}
+    trained = Counter(position for line in lines for position in line["groups"])
+    settled = {position for line in lines for position in [*line["refilled"], *line["dropped"]]}
     dropped = {position for line in lines for position in line["dropped"]}
     newest = run.complete_checkpoints()[-1:]
     state = run_dir.read_json(newest[0].path / "rollout_state.json") if newest else None
     lost: list[int] = []
     if state is not None:
-        waiting = {*state["cursor"]["again"], *state["pending_positions"]}
-        lost = _lost(range(state["cursor"]["next"]), [*trained, *stale], waiting | dropped)
-    replayed = sorted({sample[0] for sample, count in trained.items() if count > 1})
+        waiting = {*state["cursor"]["again"], *state["cursor"]["dropped"], *state["pending_positions"]}
+        lost = sorted(set(range(state["cursor"]["next"])) - set(trained) - settled - waiting)
+    replayed = sorted(position for position, count in trained.items() if count > 1)
     return Account(len(lines), replayed, lost, sorted(dropped), list(_problems(run, lines)))
-
-
-def _lost(positions: Iterable[int], seen: list[tuple[int, ...]], excused: set[int]) -> list[int]:
-    numbers: dict[int, set[int]] = {}
-    sizes: dict[int, int] = {}
-    for position, number, size in seen:
-        numbers.setdefault(position, set()).add(number)
-        sizes[position] = size
-    return [
-        position
-        for position in positions
-        if position not in excused and len(numbers.get(position, ())) != sizes.get(position, -1)
-    ]
 
 
 def _problems(run: RunDir, lines: list[dict[str, Any]]) -> Iterable[str]:

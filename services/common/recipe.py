@@ -226,6 +226,10 @@ class WeightSync(Section):
     transport: Literal["gloo", "nccl"] = "nccl"
     """``gloo``: through the processor's memory, for a machine without a GPU and for one GPU that trainer and policy
     share, which NCCL refuses."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How the merge rounds to bfloat16, with mode ``factors``. ``nearest`` serves a young adapter hardly at all: at
+    learning rate 1e-6, 0.4 % of its change after one step. ``stochastic`` keeps all of it in expectation, with the same
+    bits on every end. With dtype float32 nothing is rounded."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29511
     """Of the group that trainer and policy form."""
     init_timeout_s: Seconds = 120.0
@@ -236,9 +240,12 @@ class WeightSync(Section):
     """For sending, and for merging."""
     canary_every: Positive = 10
     """Every N syncs a fixed prompt is scored on both sides. Checksums of the merged weights are compared each time."""
+    canary_mean_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.15
+    """In nats, mean over the prompt's tokens, and over those of its continuation; more stops the run. In bf16 at 2.6B
+    with random weights, rounding alone makes 0.037 (docs/benchmarks.md); float32 allows 1e-4."""
     canary_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
-    """In nats, over all tokens of the prompt. In bf16 at 2.6B, rounding alone makes 0.17 and another adapter 2.8
-    (docs/benchmarks.md); float32 allows 1e-3."""
+    """In nats, of one token; more is a warning in the log. In bf16 at 2.6B with random weights, rounding alone makes
+    0.17; float32 allows 1e-3."""
 
 
 class Trainer(Section):
@@ -265,6 +272,10 @@ class Trainer(Section):
     that dies loses no more than these. Not set: checkpoints only."""
     keep_checkpoints: Positive = 4
     """Newest kept beside the best one."""
+    forward: Literal["served", "adapter"] = "served"
+    """What the trainer's forward pass computes with. ``served``: the merged weights, bit for bit the policy's, with
+    gradients straight through to A and B; takes memory for one more copy of the targets. ``adapter``: PEFT's, which
+    adds the adapter's part to an output that is rounded already, and in bfloat16 loses most of a young adapter."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, more time."""
     attn_implementation: Literal["kernels-community/flash-attn3", "varlen", "sdpa"] = "kernels-community/flash-attn3"
@@ -281,7 +292,9 @@ class Trainer(Section):
     packing_max_abs_logprob_diff: Annotated[float, Field(gt=0)] = 0.5
     """Start-up check: largest difference of a packed sample from the same sample alone, in nats. In bf16 at 2.6B,
     rounding alone makes 0.13 and a leak 2.8 (docs/benchmarks.md); float32 allows 1e-4."""
-
+    packing_max_rel_gradient_diff: Annotated[float, Field(gt=0)] | None = None
+    """The same check: largest difference of a gradient over its size. None: 1e-3 in float32; 0.1 in bfloat16, where
+    0.07 was measured with random weights (docs/benchmarks.md)."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the GPU that the trainer may take where the policy runs on the same one; None: it has its own."""
 
@@ -468,6 +481,11 @@ class Recipe(Section):
             raise ValueError(
                 f"weight_sync.mode is 'full' and transport {self.weight_sync.transport!r}; TRL streams merged weights "
                 "over 'nccl' only"
+            )
+        if self.weight_sync.mode == "full" and self.trainer.forward == "served":
+            raise ValueError(
+                "weight_sync.mode is 'full' and trainer.forward 'served'; TRL's own merge rounds otherwise, so set "
+                "trainer.forward to 'adapter'"
             )
         fraction = self.trainer.gpu_memory_fraction
         if fraction is None:

@@ -30,7 +30,7 @@ from trl.trainer.utils import add_fused_lm_head
 from services.common import recipe
 from services.common.errors import RecipeError, StoppedError, run_main
 from services.common.recipe import Recipe
-from services.trainer import attention, cpu, packing, sampling_check
+from services.trainer import attention, cpu, packing, sampling_check, served_forward
 from services.trainer.ratio import RATIO_AT_0, ratio_stats
 from services.weight_sync import names, proof
 from services.weight_sync.adapter import Adapter, base_hashes, drifted, merged_weights, read_weights
@@ -122,6 +122,8 @@ def with_adapter(cfg: Recipe, model: torch.nn.Module) -> torch.nn.Module:
         r=cfg.lora.r, lora_alpha=cfg.lora.alpha, target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM"
     )
     wrapped: torch.nn.Module = get_peft_model(model, config).train()
+    if cfg.trainer.forward == "served":
+        served_forward.install(wrapped, cfg.weight_sync.rounding)
     return wrapped
 
 
@@ -176,7 +178,9 @@ def packing_checks(cfg: Recipe, model: torch.nn.Module, tokenizer: Any) -> list[
     packing.install(model)
     exact = packing.measure(model, samples)
     zero(model)
-    gradient_bound = packing.MAX_REL_GRADIENT_DIFF[next(model.parameters()).dtype]
+    gradient_bound = cfg.trainer.packing_max_rel_gradient_diff
+    if gradient_bound is None:
+        gradient_bound = packing.MAX_REL_GRADIENT_DIFF[next(model.parameters()).dtype]
     return [
         at_most("packed vs alone, with the hooks: max |dlogp|", exact.max_abs_logprob_diff, bound),
         at_most("packed vs alone, with the hooks: max relative gradient", exact.max_rel_gradient_diff, gradient_bound),
@@ -240,7 +244,7 @@ def many_sync_checks(bench: _Bench) -> list[Check]:
         randomise(model, cfg.lora_scale, seed)
         bench.send()
         if sync.last_canary is not None:
-            differences.append(sync.last_canary.max_abs_logprob_diff)
+            differences.append(sync.last_canary.mean_abs_logprob_diff)
     after = base_hashes(model)
     moved = _largest(pristine, server.score(bench.prompt(), TIMEOUT_S))
     times = f"{bench.num_syncs} syncs"
@@ -250,7 +254,8 @@ def many_sync_checks(bench: _Bench) -> list[Check]:
         none_of(f"trainer's base weights that {times} changed", len(drifted(before, after)), len(before)),
         *served_checks(cfg, model, server.reports(TIMEOUT_S), times),
         must_show("policy before vs after: max |dlogp|", moved, bound),
-        at_most(f"canary, largest of {len(differences)}: max |dlogp|", max(differences, default=math.nan), bound),
+        at_most(f"canary, largest of {len(differences)}: mean |dlogp|", max(differences, default=math.nan),
+                cfg.weight_sync.canary_mean_abs_logprob_diff),
     ]  # fmt: skip
 
 
@@ -262,16 +267,17 @@ def served_checks(cfg: Recipe, model: torch.nn.Module, reports: proof.Reports, t
         on_disk = Adapter.load(Path(checkpoint))
     targets = {f"{target}.weight" for target in on_disk.factors}
 
-    def unlike(expected: Iterator[tuple[str, torch.Tensor]], found: Mapping[str, int]) -> int:
-        sums = {name.removesuffix(".weight"): checksum(weight) for name, weight in expected if name in targets}
+    def unlike(weights: Iterator[tuple[str, torch.Tensor]], found: Mapping[str, int]) -> int:
+        sums = {name.removesuffix(".weight"): checksum(weight) for name, weight in weights if name in targets}
         return sum(found.get(name) != value for name, value in sums.items())
 
     pristine = ((name, weight.to(dtype)) for name, weight in read_weights(folder))
+    expected = merged_weights(folder, on_disk, dtype, cfg.weight_sync.rounding)
     return [
         none_of(f"policy's base weights that {times} changed",
                 unlike(pristine, proof.whole_checksums(reports, "base")), len(targets)),
         none_of("served weights unlike saved adapter + pristine base",
-                unlike(merged_weights(folder, on_disk, dtype), proof.whole_checksums(reports, "targets")),
+                unlike(expected, proof.whole_checksums(reports, "targets")),
                 len(targets)),
     ]  # fmt: skip
 

@@ -30,7 +30,7 @@ from services.common.health import Pulse
 from services.common.recipe import Algorithm
 from services.common.run_dir import RunDir
 from services.common.signals import StopFlag
-from services.trainer import objective, resume_points, step_metrics
+from services.trainer import objective, resume, resume_points, step_metrics
 from services.trainer.groups import ScoredGroup
 from services.trainer.resume import Cursor, Start
 from services.trainer.rollout_loop import RolloutLoop
@@ -79,6 +79,7 @@ class StoppableWorker(HarnessRolloutWorker):
     _loop_cls = RolloutLoop
 
     def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
+        """Args: stop: set by SIGTERM and SIGINT. kwargs: of TRL's worker and of ``RolloutLoop``."""
         super().__init__(**kwargs)
         self.rollout_buffer = WorkerChannel(self._mp_ctx)
         self._stop_flag = stop
@@ -149,7 +150,7 @@ class WholeGroupTrainer(AsyncGRPOTrainer):
         # The first sync serves the checkpoint's adapter again, under the next version that was never used.
         later = start.served_version + 1 - start.saved_version
         pending = [ScoredGroup.from_json(group).counted_on(later) for group in start.pending]
-        self.scheduler = GroupScheduler(self.rollout_queue, limits, start.cursor, pending)
+        self.scheduler = GroupScheduler(self.rollout_worker.rollout_buffer, limits, start.cursor, pending)
         self.rollout_worker.scheduler = self.scheduler
         # Before TRL's own: its on_train_begin makes the first sync, and its on_step_end the others.
         self.callback_handler.callbacks.insert(0, _Accounts(self))
@@ -272,6 +273,12 @@ class WholeGroupTrainer(AsyncGRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._output_dir or super()._get_output_dir(trial))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # whose learning rate would win over the recipe's
+            rates = self.args.learning_rate, self.args.adam_beta1, self.args.adam_epsilon
+            resume.obey(self.optimizer, self.lr_scheduler, *rates)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._pulse.set("saving")

@@ -217,13 +217,20 @@ def measure(model: torch.nn.Module, samples: Sequence[Sequence[int]]) -> Packing
     )
 
 
-def check(model: torch.nn.Module, samples: Sequence[Sequence[int]], max_abs_logprob_diff: float) -> PackingReport:
+def check(
+    model: torch.nn.Module,
+    samples: Sequence[Sequence[int]],
+    max_abs_logprob_diff: float,
+    max_rel_gradient_diff: float | None = None,
+) -> PackingReport:
     """``measure``, and refuse to train on a difference beyond float noise.
 
+    Args: max_rel_gradient_diff: None: ``MAX_REL_GRADIENT_DIFF`` of the weights' type.
     Raises: NotReadyError: with both numbers and both bounds.
     """
     report = measure(model, samples)
-    max_rel_gradient_diff = MAX_REL_GRADIENT_DIFF[next(extract_model_from_parallel(model).parameters()).dtype]
+    if max_rel_gradient_diff is None:
+        max_rel_gradient_diff = MAX_REL_GRADIENT_DIFF[next(extract_model_from_parallel(model).parameters()).dtype]
     # Not ``>``: a NaN must fail.
     if not (
         report.max_abs_logprob_diff <= max_abs_logprob_diff and report.max_rel_gradient_diff <= max_rel_gradient_diff
@@ -232,8 +239,9 @@ def check(model: torch.nn.Module, samples: Sequence[Sequence[int]], max_abs_logp
             f"samples of {' and '.join(map(str, report.sample_tokens))} tokens packed into one row differ from the "
             f"same samples alone: log-probabilities by up to {report.max_abs_logprob_diff:.3g} nats (allowed "
             f"{max_abs_logprob_diff:.3g}), gradients by up to {report.max_rel_gradient_diff:.3g} of their size, at "
-            f"{report.worst_gradient} (allowed {max_rel_gradient_diff:.3g}). Training would leak between samples; "
-            "check that services.trainer.packing.install ran and that the attention respects position_ids"
+            f"{report.worst_gradient} (allowed {max_rel_gradient_diff:.3g}). The bounds are "
+            "trainer.packing_max_abs_logprob_diff and packing_max_rel_gradient_diff. Training would leak between "
+            "samples; check that services.trainer.packing.install ran and that the attention respects position_ids"
         )
     return report
 

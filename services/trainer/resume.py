@@ -151,7 +151,8 @@ def _pending(found: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _identity(cfg: Recipe) -> dict[str, Any]:
-    """What must not change under a run that goes on; learning rate, steps and limits may."""
+    """What must not change under a run that goes on; learning rate, Adam's settings, steps, limits and how samples are
+    laid out in rows may."""
     dumped = cfg.model_dump(mode="json")
     return {
         "model": dumped["model"],
@@ -159,6 +160,8 @@ def _identity(cfg: Recipe) -> dict[str, Any]:
         "sampling": dumped["sampling"],
         "tasks": dumped["tasks"],
         "algorithm": dumped["algorithm"],
+        "reward": dumped["reward"],
+        "rounding": cfg.weight_sync.rounding,
         "num_generations": cfg.rollout.num_generations,
         "seed": cfg.run.seed,
     }
@@ -171,6 +174,21 @@ def _check_recipe(found: Checkpoint, state: dict[str, Any], cfg: Recipe) -> None
         raise RecipeError(
             f"checkpoint-{found.step} was made with another recipe: {was}; resume with that one, or start a new run"
         )
+
+
+def obey(optimizer: Any, scheduler: Any, learning_rate: float, adam_beta1: float, adam_epsilon: float) -> None:
+    """Set what the recipe says now over what a checkpoint's optimizer and schedule were made with.
+
+    Moments and the place in the schedule stay. The shape of the schedule is the new one anyway: torch saves none.
+    Args: optimizer: Adam, or accelerate's wrapper. scheduler: a ``LambdaLR``, or accelerate's wrapper.
+    """
+    schedule = getattr(scheduler, "scheduler", scheduler)
+    schedule.base_lrs = [learning_rate] * len(schedule.base_lrs)
+    rates = [learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    schedule._last_lr = rates
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group |= {"initial_lr": learning_rate, "lr": rate, "eps": adam_epsilon}
+        group["betas"] = (adam_beta1, group["betas"][1])
 
 
 # --- What a resume undoes -----------------------------------------------------------------------------------------

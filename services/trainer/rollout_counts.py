@@ -57,8 +57,8 @@ class RolloutCounts:
         for line in self._tail.new_lines():
             self._count(line)
         for line in self._trained.new_lines():
-            # Scored, and then too old to train on: what a step passed over.
-            self._counts[f"rollouts/unscorable/{Cause.STALENESS}"] += len(line["stale"])
+            # Scored, and then too old to train on: their groups are made again.
+            self._counts[f"rollouts/unscorable/{Cause.STALENESS}"] += sum(g["rollouts"] for g in line["stale"])
         rate = {"rollouts/per_hour": per_hour} if (per_hour := self._per_hour()) is not None else {}
         return {**{name: float(count) for name, count in sorted(self._counts.items())}, **rate}
 

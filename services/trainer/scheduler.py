@@ -224,16 +224,14 @@ class GroupScheduler:
         """Whether a group that is still being made would be too old by its turn, were a step made now.
 
         The groups that are left take turns in the order of their age; the one with i before it is trained
-        ``1 + i // groups_per_step`` versions later. Only what is being made can gain by waiting.
+        ``1 + i // groups_per_step`` versions later. Only what is being made can gain by waiting, and not what has just
+        begun: more of those than the limit has room for are the choice of ``max_open_groups``.
         """
-        size = self._limits.groups_per_step
+        size, furthest = self._limits.groups_per_step, max(self._limits.max_staleness - 1, 0)
         left = [(self._last_version(group.oldest()), False) for group in self._ready[size:]]
         left += [(self._last_version(group.oldest(version)), True) for group in self._open.values()]
         turns = enumerate(sorted(left))
-        return any(
-            running and last < version + 1 + min(before // size, self._limits.max_staleness)
-            for before, (last, running) in turns
-        )
+        return any(running and last < version + 1 + min(before // size, furthest) for before, (last, running) in turns)
 
     def _last_version(self, oldest: float) -> int:
         """Last policy version at which a group with this oldest rollout may still be trained."""

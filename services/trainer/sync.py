@@ -62,6 +62,8 @@ class FullStreamSync:
     """
 
     merges_in_trainer = True
+    put_back = 0.0
+    """TRL's pause does not say how many requests it put back."""
 
     def __init__(self, run: RunDir, recipe: Recipe, policy_url: str) -> None:
         self.version = 0
@@ -96,6 +98,7 @@ class FullStreamSync:
     def metrics(self) -> dict[str, float]:
         found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()}
         if self.last_canary is not None:
+            found["weight_sync/canary_mean_abs_logprob_diff"] = self.last_canary.mean_abs_logprob_diff
             found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
         return found
 

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -54,7 +54,10 @@ def step_shares(numbers: Mapping[str, float]) -> dict[str, float]:
 class PolicyLoad:
     """Watches the policy from a thread of its own. A page that does not answer is no number, and never ends a run."""
 
-    def __init__(self, policy_url: str) -> None:
+    def __init__(self, policy_url: str, put_back: Callable[[], float] = lambda: 0.0) -> None:
+        """Args: put_back: requests so far that weight syncs put back, which vLLM counts as preempted."""
+        self._put_back = put_back
+        self._put_back_before = self._put_back_unseen = 0.0
         self._url = f"{policy_url}/metrics"
         self._client = httpx.Client(timeout=TIMEOUT_S, trust_env=False)
         self._lock = threading.Lock()
@@ -70,8 +73,8 @@ class PolicyLoad:
         """Since the last call: ``idle/policy``, share of the samples in which no request was running;
         ``policy/waiting``, mean over the samples; ``policy/running``, mean requests, from the seconds that those which
         ended had run; ``policy/prefix_cache_hit_share`` of prompt tokens; ``policy/prompt_tok_s``,
-        ``policy/generated_tok_s``; ``policy/preemptions``; ``cpu/policy_cores`` (vLLM's API server, without its engine)
-        and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
+        ``policy/generated_tok_s``; ``policy/preemptions``, without those of weight syncs; ``cpu/policy_cores`` (vLLM's
+        API server, without its engine) and ``cpu/trainer_cores`` (with the rollout worker), mean cores in use."""
         page = self.sample()
         with self._lock:
             running, self._running = self._running, []
@@ -82,13 +85,23 @@ class PolicyLoad:
         if running:
             found["idle/policy"] = sum(value == 0 for value in running) / len(running)
             found["policy/waiting"] = sum(waiting) / len(waiting)
-        if before is not None and page:
-            found |= _rates(before[1], page, now - before[0])
+        if page:
+            found |= self._without_put_back({} if before is None else _rates(before[1], page, now - before[0]))
         cpu_s = own_cpu_s()
         if before is not None:
             found["cpu/trainer_cores"] = (cpu_s - self._own_cpu_s) / (now - before[0])
         self._own_cpu_s = cpu_s
         return found
+
+    def _without_put_back(self, rates: dict[str, float]) -> dict[str, float]:
+        """Take the syncs' own from the preemptions. vLLM counts one when the request runs again, maybe a step later."""
+        total = self._put_back()
+        new, self._put_back_before = total - self._put_back_before, total
+        if "policy/preemptions" not in rates:
+            return rates
+        counted, expected = rates["policy/preemptions"], new + self._put_back_unseen
+        self._put_back_unseen = min(new, max(0.0, expected - counted))
+        return {**rates, "policy/preemptions": max(0.0, counted - expected)}
 
     def sample(self) -> dict[str, float]:
         """Read the page once, and note the running and waiting requests. Returns: its numbers, empty on no answer."""

@@ -105,15 +105,18 @@ def build(
     from transformers import AutoConfig, AutoTokenizer
     from trl.chat_template_utils import lfm2_2_5_template
 
-    from services.trainer import packing
+    from services.trainer import packing, preconditions
 
     source = {"pretrained_model_name_or_path": cfg.model_location(), "revision": _hub_revision(cfg)}
     # Before anything of TRL's internals is imported: another release would end in an ImportError of its own.
-    packing.require_supported(trl.__version__, AutoConfig.from_pretrained(**source).model_type)
+    config = AutoConfig.from_pretrained(**source)
+    packing.require_supported(trl.__version__, config.model_type)
+    preconditions.require_known_targets(config, cfg.lora.target_modules)
+    preconditions.require_one_gpu(torch.cuda.device_count())
 
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from services.trainer import attention, control, cpu, grpo, scheduler
+    from services.trainer import attention, control, cpu, grpo, scheduler, served_forward
     from services.trainer.callbacks import RunRecorder
     from services.trainer.ratio import RatioGuard
     from services.trainer.rollout_counts import RolloutCounts
@@ -188,7 +191,7 @@ def build(
     make_sync = control.DroppedSyncs if cfg.control.drop_syncs else weight_transfer
     sync = make_sync(run, cfg, peers.policy_url, device="cpu" if on_cpu else "cuda")
     spending = Spending(cfg.costs, run)
-    load = PolicyLoad(peers.policy_url)
+    load = PolicyLoad(peers.policy_url, put_back=lambda: sync.put_back)
     extra_metrics = [
         sync.metrics,
         RolloutCounts(run, cfg).metrics,
@@ -227,15 +230,24 @@ def build(
         start=start,
         save_state=functools.partial(resume.write_state, cfg=cfg),
     )
+    if cfg.trainer.forward == "served":
+        served_forward.install(trainer.model, cfg.weight_sync.rounding)
     packing.install(trainer.model)
     longest = min(cfg.model.max_model_len // 4, PACKING_CHECK_TOKENS)
     samples = [prompt_ids(tokenizer, longest)[:longest], prompt_ids(tokenizer, longest)[7 : 7 + longest // 3]]
-    report = packing.check(trainer.model, samples, cfg.trainer.packing_max_abs_logprob_diff)
+    report = packing.check(
+        trainer.model, samples, cfg.trainer.packing_max_abs_logprob_diff, cfg.trainer.packing_max_rel_gradient_diff
+    )
     logging.getLogger("trainer").info("packed rows are exact", extra=dataclasses.asdict(report))
     sync.describe(trainer.model)
     sync.prove_with(
         base_weight=functools.partial(base_weight, trainer.model),
-        canary=Canary(prompt_ids(tokenizer), model_score(trainer.model), cfg.weight_sync.canary_max_abs_logprob_diff),
+        canary=Canary(
+            prompt_ids(tokenizer),
+            model_score(trainer.model),
+            cfg.weight_sync.canary_mean_abs_logprob_diff,
+            cfg.weight_sync.canary_max_abs_logprob_diff,
+        ),
     )
     load.start()
     return trainer, len(rows)

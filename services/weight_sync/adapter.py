@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from services.common.errors import RecipeError
 from services.weight_sync import factors, names
+from services.weight_sync.dither import Rounding, dither_of
 from services.weight_sync.merge import merged
 
 _REFUSED = {
@@ -61,17 +62,22 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def merged_weights(model: Path, adapter: Adapter, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(
+    model: Path, adapter: Adapter, dtype: torch.dtype, rounding: Rounding
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of the model with the adapter merged in: bit for bit what the policy serves.
 
-    Args: model: folder of the pristine base. dtype: the served type; the base is converted to it first.
+    Args: model: folder of the pristine base. dtype: the served type; the base is converted to it first. rounding: the
+        run's ``weight_sync.rounding``.
     Raises: RecipeError: the adapter has a target that the base has not.
     """
     left = dict(adapter.factors)
     for name, weight in read_weights(model):
-        pair = left.pop(name.removesuffix(".weight"), None)
+        target = name.removesuffix(".weight")
+        pair = left.pop(target, None)
         weight = weight.to(dtype)
-        yield name, weight if pair is None else merged(weight, *pair, adapter.scale)
+        dither = dither_of(rounding, dtype, target)
+        yield name, weight if pair is None else merged(weight, *pair, adapter.scale, dither=dither)
     if left:
         raise RecipeError(f"model {model} has no {min(left)}.weight, a target of the adapter; wrong base model?")
 

@@ -38,9 +38,14 @@ class LoraFactorSync:
         self.version = 0
         """Of the adapter that is served; each sync adds one."""
         self.last_timings: dict[str, float] = {}
-        """Of the last sync, in seconds but for ``bytes`` and ``version``. ``transfer_s``: asking the workers to
-        receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which nothing was sampled for
-        ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof, afterwards."""
+        """Of the last sync, in seconds but for ``bytes``, ``version`` and ``put_back`` (requests). ``transfer_s``:
+        asking the workers to receive, and the broadcast, ``wire_s``. ``apply_s``: the request to serve it, in which
+        nothing was sampled for ``paused_s``; parts of that as ``endpoint.apply`` gives them. ``verify_s``: the proof,
+        afterwards."""
+        self.last_change: dict[str, float] = {}
+        """Of the last sync: ``lora/b_rms`` and, unless B is 0, ``weight_sync/kept_share``."""
+        self.put_back = 0.0
+        """Running requests that all syncs so far have put back."""
         self.last_canary: CanaryResult | None = None
         self._server = PolicyServer(policy_url, recipe.policy.served_model_name)
         self._settings = recipe.weight_sync
@@ -70,9 +75,11 @@ class LoraFactorSync:
         self._base_weight, self._canary = base_weight, canary
 
     def metrics(self) -> dict[str, float]:
-        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, canary difference."""
-        found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()}
+        """Of the last sync, for ``metrics.jsonl``: ``weight_sync/<phase>_s``, bytes, version, canary difference, and
+        ``last_change``."""
+        found = {f"weight_sync/{key}": value for key, value in self.last_timings.items()} | self.last_change
         if self.last_canary is not None:
+            found["weight_sync/canary_mean_abs_logprob_diff"] = self.last_canary.mean_abs_logprob_diff
             found["weight_sync/canary_max_abs_logprob_diff"] = self.last_canary.max_abs_logprob_diff
         return found
 
@@ -194,7 +201,7 @@ class LoraFactorSync:
             raise WeightSyncError(self._server.url, "pack", "not connected; call init_weight_transfer first")
         started = time.perf_counter()
         pairs = factors.collect(iterator)
-        layout = factors.Layout.of(pairs, self._dtype, self._scale)
+        layout = factors.Layout.of(pairs, self._dtype, self._scale, self._settings.rounding)
         if layout != self._layout or self._buffer is None:
             self._layout, self._layout_sent = layout, False
             self._buffer = layout.empty(self._device)
@@ -229,6 +236,7 @@ class LoraFactorSync:
             version, settings.transfer_timeout_s, timeout_s + MARGIN_S, resume=self._paused_at is None
         )
         self.version = version
+        self.put_back += found["put_back"]
         self.last_timings |= {**found, "version": version, "apply_s": time.perf_counter() - started}
 
     def _abandon(self) -> None:
@@ -248,8 +256,11 @@ class LoraFactorSync:
         server, url = self._server, self._server.url
         timeout_s = self._settings.transfer_timeout_s
         merged = None
+        self.last_change = {"lora/b_rms": proof.b_rms(self._layout, self._buffer)}
         if self._base_weight is not None:
-            merged = proof.merged_checksums(self._layout, self._buffer, self._base_weight)
+            merged = proof.merged_again(self._layout, self._buffer, self._base_weight)
+            if merged.kept_share is not None:
+                self.last_change["weight_sync/kept_share"] = merged.kept_share
         reports = server.reports(timeout_s)
         proof.received(reports, self.version, f"{checksum(self._buffer):016x}", url)
         served = proof.whole_checksums(reports, "targets")
@@ -258,7 +269,7 @@ class LoraFactorSync:
             base = proof.base_checksums(served, self._base_weight, self._dtype)
             proof.same("base weights", base, proof.whole_checksums(reports, "base"), url)
         if merged is not None:
-            proof.same("merged weights", merged, served, url)
+            proof.same("merged weights", merged.checksums, served, url)
         if in_full and self._canary is not None:
             self.last_canary = self._canary.check(server, self.version, timeout_s)
         self._proved = True

@@ -15,8 +15,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
 from starlette.datastructures import State
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 POLL_S = 0.002
+RUNNING = "vllm:num_requests_running"
 
 router = APIRouter()
 
@@ -48,11 +50,13 @@ async def apply(body: ApplyRequest, raw_request: Request) -> dict[str, Any]:
 
     Returns: ``paused_s``, in which no token was sampled, and its parts: ``drain_s`` (the running steps), ``reset_s``
         (vLLM visits every block of its cache; the GPU merges meanwhile), ``end_s`` (what was left of the merge).
-        ``merge_s``: the merge of the slowest worker. ``waited_s``: before the pause, for the factors.
+        ``merge_s``: the merge of the slowest worker. ``waited_s``: before the pause, for the factors. ``put_back``:
+        requests that were running, which vLLM counts as preempted.
     """
     engine = raw_request.app.state.engine_client
     waiting = time.perf_counter()
     await _wait_until_staged(engine, body.version, body.timeout_s)
+    put_back = _running()  # takes milliseconds, so before the pause; the last step may still end one of them
     marks = [time.perf_counter()]
     try:
         # Level 0 stops the scheduler and frees nothing; it returns when the running steps are done.
@@ -73,7 +77,14 @@ async def apply(body: ApplyRequest, raw_request: Request) -> dict[str, Any]:
     return {
         "paused_s": marks[-1] - marks[0], "drain_s": drain_s, "reset_s": reset_s, "end_s": end_s,
         "merge_s": max(worker["merge_s"] for worker in workers), "waited_s": marks[0] - waiting,
+        "put_back": put_back,
     }  # fmt: skip
+
+
+def _running() -> int:
+    """Requests that ran in the last step, of all engines, by vLLM's own metrics."""
+    samples = (sample for metric in get_prometheus_registry().collect() for sample in metric.samples)
+    return round(sum(sample.value for sample in samples if sample.name == RUNNING))
 
 
 async def _wait_until_staged(engine: Any, version: int, timeout_s: float) -> None:

@@ -219,10 +219,11 @@ class LoraFactorsEngine(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]
                     continue
                 a, b = factors[name]
                 a, b, scale = a[:, at.columns.whole], b[at.rows.whole], received.layout.scale
+                dither = received.layout.dither(name, at.rows.start, at.columns.start)
+                # Where it can be, it is written where it is served, without a copy.
+                result = merged(base, a, b, scale, None if served.is_packed else served.weight[at.here], dither)
                 if served.is_packed:
-                    yield at, merged(base, a, b, scale)
-                else:
-                    merged(base, a, b, scale, out=served.weight[at.here])  # where it is served, without a copy
+                    yield at, result
 
         for name, layer in self._layers.items():
             layer.write(parts(name))
@@ -320,15 +321,18 @@ class _GpuMerge:
 
         factors = layout.unpack(buffer)
 
-        def matrix(layer: ServedLayer, at: Place, a: torch.Tensor | None, b: torch.Tensor | None) -> Matrix:
-            return Matrix(layer.w0[at.here], a, b, layer.weight[at.here], at.rows.start, at.columns.start)
+        def merging(name: str, a: torch.Tensor, b: torch.Tensor) -> Matrix:
+            layer, at = layers[targets[name][0]], targets[name][1]
+            dither = layout.dither(name, at.rows.start, at.columns.start)
+            a, b = a[:, at.columns.whole], b[at.rows.whole]
+            return Matrix.of(layer.w0[at.here], a, b, layer.weight[at.here], dither)
 
-        self._merging = Group([
-            matrix(layers[targets[name][0]], at := targets[name][1], a[:, at.columns.whole], b[at.rows.whole])
-            for name, (a, b) in factors.items()
-        ])  # fmt: skip
+        def summing(layer: ServedLayer, at: Place) -> Matrix:
+            return Matrix(layer.w0[at.here], None, None, layer.weight[at.here], at.rows.start, at.columns.start)
+
+        self._merging = Group([merging(name, a, b) for name, (a, b) in factors.items()])
         self._names = list(targets)
-        self._summing = Group([matrix(layers[layer], at, None, None) for layer, at in targets.values()])
+        self._summing = Group([summing(layers[layer], at) for layer, at in targets.values()])
         self._stream = torch.cuda.Stream(buffer.device)
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._on_host = torch.empty(len(targets), dtype=torch.int64, pin_memory=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from services.weight_sync import names
+from services.weight_sync.dither import Dither, Rounding, dither_of
 from services.weight_sync.merge import SMALLEST
 
 Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -34,21 +35,22 @@ class Target:
 
 @dataclass(frozen=True)
 class Layout:
-    """Order and shapes of the targets in the buffer, the type on the wire and the adapter's scale."""
+    """Order and shapes of the targets in the buffer, the type on the wire, and how they are merged: scale, rounding."""
 
     targets: tuple[Target, ...]
     dtype: str
     scale: float
+    rounding: Rounding = "nearest"
 
     @classmethod
-    def of(cls, factors: Factors, dtype: torch.dtype, scale: float) -> Layout:
+    def of(cls, factors: Factors, dtype: torch.dtype, scale: float, rounding: Rounding = "nearest") -> Layout:
         """The layout of ``factors``, targets in order of name."""
         targets = tuple(Target(name, a.shape[0], b.shape[0], a.shape[1]) for name, (a, b) in sorted(factors.items()))
-        return cls(targets, str(dtype).removeprefix("torch."), scale)
+        return cls(targets, str(dtype).removeprefix("torch."), scale, rounding)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layout:
-        return cls(tuple(Target(**target) for target in value["targets"]), value["dtype"], value["scale"])
+        return cls(**{**value, "targets": tuple(Target(**target) for target in value["targets"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +67,10 @@ class Layout:
     @property
     def numel(self) -> int:
         return sum(target.numel for target in self.targets)
+
+    def dither(self, target: str, first_row: int = 0, first_column: int = 0) -> Dither | None:
+        """How ``target``, or a slice of it, is rounded; None: to the nearest, or not at all."""
+        return dither_of(self.rounding, self.torch_dtype, target, first_row, first_column)
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         return torch.empty(self.numel, dtype=self.torch_dtype, device=device)

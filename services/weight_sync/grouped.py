@@ -7,6 +7,7 @@ read once and the result written once; what is left is one float32 operation an 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,15 @@ import triton
 import triton.language as tl
 
 from services.weight_sync.checksum import COLUMN_SEED, ROW_SEED, position_weights
+from services.weight_sync.dither import FACTORS, Dither
+from services.weight_sync.merge import require_ditherable
 
 ROWS = 8
 """Rows a program merges: each number of A that it reads serves all of them. Unrolled in ``_merge``."""
 COLUMNS = 1024
 WARPS = 4
-_FIELDS = 13
+FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
+_FIELDS = 14
 """Numbers a matrix has in the table: see ``Group``."""
 
 
@@ -33,6 +37,7 @@ class Matrix:
         w0: (out, in), the base. out: (out, in), what is served; None where nothing is to be written.
         a: (r, in). b: (out, r). Both None for a matrix of which only checksums are asked.
         first_row, first_column: where it begins in the whole matrix.
+        key: of the target's ``Dither``, to round stochastically; None: to the nearest.
     """
 
     w0: torch.Tensor
@@ -41,12 +46,22 @@ class Matrix:
     out: torch.Tensor | None = None
     first_row: int = 0
     first_column: int = 0
+    key: int | None = None
+
+    @classmethod
+    def of(
+        cls, w0: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, dither: Dither | None
+    ) -> Matrix:
+        """One that is merged with this rounding; what ``dither`` says of its place holds."""
+        if dither is None:
+            return cls(w0, a, b, out)
+        return cls(w0, a, b, out, dither.first_row, dither.first_column, dither.key)
 
 
 class Group:
     """Matrices that are always merged together. Keeps addresses: their memory must stay where it is.
 
-    Raises: ValueError: different ranks or types, or a matrix whose rows are not contiguous.
+    Raises: ValueError: different ranks, types or roundings, or a matrix whose rows are not contiguous.
     """
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
@@ -61,6 +76,12 @@ class Group:
         if len(ranks) != 1:
             raise ValueError(f"matrices of a group have one rank; found {sorted(ranks)}")
         self._rank = ranks.pop()
+        roundings = {matrix.key is not None for matrix in matrices}
+        if len(roundings) != 1:
+            raise ValueError("matrices of a group are all rounded to the nearest, or all stochastically")
+        self._dither = roundings.pop() and self._dtype != torch.float32
+        if self._dither:
+            require_ditherable(self._dtype)
         rows = [_fields(matrix) for matrix in matrices]
         # Four addresses in bytes; columns and strides in elements, of which 16 are a multiple of 16 bytes too.
         self._aligned = all(value % 16 == 0 for row in rows for value in (*row[:4], *row[5:9]))
@@ -83,18 +104,22 @@ class Group:
 
     def merge(self, scale: float) -> None:
         """Write ``W0 + scale * B @ A`` to every ``out``, on the current stream."""
-        self._launch_merge(scale, self._u, write=True)
+        self._launch_merge(scale, self._u, self._u, write=True)
 
-    def merged_checksums(self, scale: float) -> torch.Tensor:
-        """int64 of shape (matrices,): checksum of what ``merge`` would write. Nothing is written."""
+    def merged_sums(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what ``merge`` would write, for each matrix; nothing is written.
+
+        Returns: checksums, int64 of shape (matrices,), and ``merge.kept_sums``, float64 of shape (matrices, 2).
+        """
         sums = torch.zeros(len(self._matrices), dtype=torch.int64, device=self._device)
-        self._launch_merge(scale, sums, write=False)
-        return sums
+        kept = torch.zeros((len(self._matrices), 2), dtype=torch.float64, device=self._device)
+        self._launch_merge(scale, sums, kept, write=False)
+        return sums, kept
 
     def checksums(self, of_base: bool = False) -> torch.Tensor:
         """int64 of shape (matrices,): checksum of every ``out`` (or W0) as it lies in memory."""
         sums = torch.zeros(len(self._matrices), dtype=torch.int64, device=self._device)
-        with torch.cuda.device(self._device):
+        with self._on_device():
             _checksum[(len(self._matrix_of_tile),)](
                 self._table, self._matrix_of_tile, self._u, self._v, sums,
                 FIELDS=_FIELDS, ALIGNED=self._aligned, OF=1 if of_base else 0, BITS=8 * self._dtype.itemsize,
@@ -102,18 +127,23 @@ class Group:
             )  # fmt: skip
         return sums
 
-    def _launch_merge(self, scale: float, sums: torch.Tensor, write: bool) -> None:
-        with torch.cuda.device(self._device):
+    def _launch_merge(self, scale: float, sums: torch.Tensor, kept: torch.Tensor, write: bool) -> None:
+        with self._on_device():
             _merge[(len(self._matrix_of_tile),)](
-                self._table, self._matrix_of_tile, self._u, self._v, sums, float(scale),
+                self._table, self._matrix_of_tile, self._u, self._v, sums, kept, float(scale),
                 FIELDS=_FIELDS, ALIGNED=self._aligned, BITS=8 * self._dtype.itemsize,
                 BFLOAT=self._dtype == torch.bfloat16,
                 # A product of two numbers of 11 bits at most is exact in float32 (``merge.sendable`` keeps it from
                 # underflowing), so a fused multiply-add rounds as the reference's two operations do.
                 EXACT_PRODUCTS=self._dtype in (torch.bfloat16, torch.float16),
-                FOUR=self._four, RANK=self._rank, ROWS=ROWS, COLUMNS=COLUMNS, WRITE=write, num_warps=WARPS,
+                FOUR=self._four, RANK=self._rank, ROWS=ROWS, COLUMNS=COLUMNS, WRITE=write, DITHER=self._dither,
+                num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """The kernels' device as the current one; nothing for a CPU, on which Triton's interpreter runs them."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
 
 def checksum_of(matrix: torch.Tensor, first_row: int, first_column: int) -> int:
@@ -131,7 +161,7 @@ def _fields(matrix: Matrix) -> list[int]:
         matrix.w0.shape[0], matrix.w0.shape[1],
         0 if out is None else out.stride(0), matrix.w0.stride(0),
         0 if a is None else a.stride(0), 0 if b is None else b.stride(0),
-        matrix.first_row, matrix.first_column,
+        matrix.first_row, matrix.first_column, matrix.key or 0,
     ]  # fmt: skip
 
 
@@ -180,11 +210,13 @@ def _four(total, pointer, inside, right0, right1, right2, right3):
 
 @triton.jit
 def _merge(
-    table, matrix_of_tile, u, v, sums, scale,
+    table, matrix_of_tile, u, v, sums, kept, scale,
     FIELDS: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, BFLOAT: tl.constexpr, EXACT_PRODUCTS: tl.constexpr,
     FOUR: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WRITE: tl.constexpr,
+    DITHER: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``ROWS`` rows by ``COLUMNS`` columns of one matrix; write them, or add their checksum to ``sums``.
+    """Merge ``ROWS`` rows by ``COLUMNS`` columns of one matrix; write them, or add up their checksum in ``sums`` and
+    how much of the change they keep in ``kept``.
 
     The sums are 1-D on purpose: each thread then holds neighbours of a row and reads A as one vector. For a 2-D tile
     the compiler chose layouts, and others in each release, that took two to four times as long.
@@ -204,7 +236,7 @@ def _merge(
     if ALIGNED:
         out_stride, w0_stride = tl.multiple_of(out_stride, 16), tl.multiple_of(w0_stride, 16)
         a_stride, columns = tl.multiple_of(a_stride, 16), tl.multiple_of(columns, 16)
-    tile = tl.program_id(0) - tl.load(entry + 12)
+    tile = tl.program_id(0) - tl.load(entry + 13)
     across = tl.cdiv(columns, COLUMNS)
     row = (tile // across) * ROWS
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -244,21 +276,47 @@ def _merge(
         s6 = _accumulate(s6, _b(left + 6 * b_stride + k, row + 6 < rows), right, EXACT_PRODUCTS)
         s7 = _accumulate(s7, _b(left + 7 * b_stride + k, row + 7 < rows), right, EXACT_PRODUCTS)
     totals = (s0, s1, s2, s3, s4, s5, s6, s7)
+    first_row = tl.load(entry + 10)
+    first_column = tl.load(entry + 11)
+    if DITHER:
+        key = tl.load(entry + 12)
+        column_hash = (tl.load(v + first_column + column, mask=inside, other=0) >> 32).to(tl.uint32)
     weighted = tl.zeros((COLUMNS,), dtype=tl.int64)
+    along = tl.zeros((COLUMNS,), dtype=tl.float32)
+    whole = along
     for i in tl.static_range(ROWS):
-        total = totals[i] * scale
+        total = totals[i] * scale  # 0 outside the matrix, where A or B is
         here = inside & (row + i < rows)
         base = tl.load(w0 + (row + i) * w0_stride + column, mask=here, other=0.0).to(tl.float32)
-        result = tl.where(total == 0, base, base + total).to(w0.dtype.element_ty)
+        exact = tl.where(total == 0, base, base + total)
+        if DITHER:
+            row_hash = (tl.load(u + first_row + row + i, mask=row + i < rows, other=0) >> 32) ^ key
+            exact = _dithered(exact, row_hash.to(tl.uint32) ^ column_hash)
+        result = exact.to(w0.dtype.element_ty)
         if WRITE:
             tl.store(out + (row + i) * out_stride + column, result, mask=here)
         else:
             bits = _bits(result, BITS)
-            row_weight = tl.load(u + tl.load(entry + 10) + row + i, mask=row + i < rows, other=0)
+            row_weight = tl.load(u + first_row + row + i, mask=row + i < rows, other=0)
             weighted += tl.where(here, bits, 0) * row_weight
+            along += (result.to(tl.float32) - base) * total
+            whole += total * total
     if not WRITE:
-        column_weight = tl.load(v + tl.load(entry + 11) + column, mask=inside, other=0)
+        tl.atomic_add(kept + 2 * matrix, tl.sum(along).to(tl.float64), sem="relaxed")
+        tl.atomic_add(kept + 2 * matrix + 1, tl.sum(whole).to(tl.float64), sem="relaxed")
+        column_weight = tl.load(v + first_column + column, mask=inside, other=0)
         tl.atomic_add(sums + matrix, tl.sum(weighted * column_weight), sem="relaxed")
+
+
+@triton.jit
+def _dithered(exact, hashed):
+    """``dither.to_bfloat16`` of float32 numbers, as float32. Args: hashed: uint32, of target, row and column."""
+    hashed ^= hashed >> 16
+    hashed *= FIRST_FACTOR
+    hashed ^= hashed >> 15
+    hashed *= SECOND_FACTOR
+    bits = exact.to(tl.int32, bitcast=True) + (hashed >> 16).to(tl.int32)
+    return tl.where(exact == exact, ((bits >> 16) << 16).to(tl.float32, bitcast=True), exact)
 
 
 @triton.jit
@@ -285,7 +343,7 @@ def _checksum(
     stride = tl.load(entry + 6 + OF)
     if ALIGNED:
         weight, stride, columns = tl.multiple_of(weight, 16), tl.multiple_of(stride, 16), tl.multiple_of(columns, 16)
-    tile = tl.program_id(0) - tl.load(entry + 12)
+    tile = tl.program_id(0) - tl.load(entry + 13)
     across = tl.cdiv(columns, COLUMNS)
     row = (tile // across) * ROWS
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)

@@ -52,6 +52,11 @@ def lora_factors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.detach()
 
 
+def lora_layer(model: torch.nn.Module, target: str) -> torch.nn.Module:
+    """The layer of ``target`` in a PEFT model, adapter included. Raises: AttributeError: it has no such module."""
+    return model.get_submodule(_PREFIX + target)
+
+
 def base_weight(model: torch.nn.Module, target: str) -> torch.Tensor:
     """Frozen weight ``(out_features, in_features)`` below the adapter of ``target`` in a PEFT model.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from services.common.errors import StoppedError
+from services.weight_sync import merge
 from services.weight_sync.checksum import HAS_TRITON, checksum
 from services.weight_sync.factors import Layout
-from services.weight_sync.merge import merged
 
 Reports = list[dict[str, Any]]
 BaseWeight = Callable[[str], torch.Tensor]
@@ -43,16 +44,40 @@ def whole_checksums(reports: Reports, which: Literal["targets", "base"]) -> dict
     return {name: sum(parts.values()) % (1 << 64) for name, parts in slices.items()}
 
 
-def merged_checksums(layout: Layout, buffer: torch.Tensor, base: BaseWeight) -> dict[str, int]:
-    """What ``targets`` must report: the merge of the packed factors with the trainer's own base."""
+@dataclass(frozen=True)
+class Merged:
+    """The merge of the packed factors with the trainer's own base."""
+
+    checksums: dict[str, int]
+    """What ``targets`` must report."""
+    kept_share: float | None
+    """``merge.kept_share``. What matches the checksums keeps as much."""
+
+
+def merged_again(layout: Layout, buffer: torch.Tensor, base: BaseWeight) -> Merged:
+    """Merge in the trainer what the policy merged, for the sums alone."""
     factors = layout.unpack(buffer)
     weights = {name: base(name).to(layout.torch_dtype) for name in factors}
     if buffer.device.type == "cuda" and HAS_TRITON:
         from services.weight_sync.grouped import Group, Matrix
 
-        group = Group([Matrix(weights[name], a, b) for name, (a, b) in factors.items()])
-        return _unsigned(factors, group.merged_checksums(layout.scale))
-    return {name: checksum(merged(weights[name], a, b, layout.scale)) for name, (a, b) in factors.items()}
+        group = Group([Matrix.of(weights[name], a, b, None, layout.dither(name)) for name, (a, b) in factors.items()])
+        sums, kept = group.merged_sums(layout.scale)
+        return Merged(_unsigned(factors, sums), merge.kept_share(kept.cpu()))
+    checksums, parts = {}, []
+    for name, (a, b) in factors.items():
+        total = merge.change(a, b, layout.scale)
+        served = merge.rounded(weights[name], total, layout.dither(name))
+        checksums[name] = checksum(served)
+        parts.append(merge.kept_sums(weights[name], served, total))
+    return Merged(checksums, merge.kept_share(torch.stack(parts)))
+
+
+def b_rms(layout: Layout, buffer: torch.Tensor) -> float:
+    """Root mean square over all B of an adapter, as they travel: how far training has come from the base."""
+    factors = [b for _, b in layout.unpack(buffer).values()]
+    norms = torch.stack(torch._foreach_norm([b.float() for b in factors]))
+    return float(norms.square().sum().div(sum(b.numel() for b in factors)).sqrt())
 
 
 def base_checksums(targets: Iterable[str], base: BaseWeight, dtype: torch.dtype) -> dict[str, int]:

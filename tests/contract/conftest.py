@@ -80,7 +80,8 @@ def small_recipe(sync_port: int) -> Recipe:
             "rollout": {"max_inflight": 8},
             "policy": {"max_num_seqs": 8, "omp_threads": 1, "enforce_eager": True},
             "weight_sync": {
-                "transport": "gloo", "port": sync_port, "canary_every": 2, "canary_max_abs_logprob_diff": 1e-4,
+                "transport": "gloo", "port": sync_port, "canary_every": 2, "canary_mean_abs_logprob_diff": 1e-4,
+                "canary_max_abs_logprob_diff": 1e-4,
                 "init_timeout_s": 60, "pause_timeout_s": 30, "transfer_timeout_s": 20,
             },
         }

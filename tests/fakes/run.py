@@ -30,6 +30,8 @@ def step(run: RunDir, number: int, reward: float, ratio: float = 1.0, staleness:
         "perf/rollout_wait_s": 20.0,
         "perf/fwd_bwd_s": 4.0,
     }
+    if staleness == 0:
+        line["ratio/staleness_0"] = ratio
     run_dir.append_line(run.metrics, line | more)
 
 

@@ -95,8 +95,8 @@ def test_the_full_recipe_has_the_numbers_of_the_original() -> None:
         ("[env]\ndocker_starts_per_minute = 0", r"env\.docker_starts_per_minute: found 0; .*greater than 0"),
         ("[trainer]\nattn_implementation = 'eager'", r"attn_implementation: found 'eager'; .*'varlen'.*'sdpa'"),
         (
-            "[trainer]\nsamples_per_row = 3",
-            r"samples_per_row is 3 and a step has groups_per_step \* num_generations = 8 samples",
+            "[trainer]\ngroups_per_step = 6\n[rollout]\nmax_open_groups = 5",
+            "max_open_groups is 5 and trainer.groups_per_step 6",
         ),
     ],
 )

@@ -152,7 +152,8 @@ def main(folder: Path) -> None:
             return
         worker = StoppableWorker(
             stop=stop, advantage="std",
-            harness_session_factory=functools.partial(FakeFactory, folder), model_name="policy", dataset=dataset, reward_funcs=[],
+            harness_session_factory=functools.partial(FakeFactory, folder), model_name="policy", dataset=dataset,
+            reward_funcs=[],
             processing_class=tokenizer, eos_token_ids=[tokenizer.eos_token_id], num_generations=GENERATIONS,
             max_inflight_tasks=1,
         )  # fmt: skip

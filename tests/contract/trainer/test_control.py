@@ -45,7 +45,7 @@ def test_the_canary_stops_a_run_whose_syncs_are_dropped(vllm_server: Any, tmp_pa
     run.prepare()
     prompt = canary.prompt_ids(AutoTokenizer.from_pretrained(vllm_server.model))
     sync = DroppedSyncs(run, vllm_server.recipe, vllm_server.url)
-    sync.prove_with(canary=canary.Canary(prompt, canary.model_score(model), settings.canary_max_abs_logprob_diff))
+    sync.prove_with(canary=canary.Canary(prompt, canary.model_score(model), settings.canary_mean_abs_logprob_diff))
     try:
         sync.init_weight_transfer()
         sync.send_weights(names.lora_factors(model))

@@ -94,7 +94,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 def full() -> Recipe:
     changes = {
         "weight_sync.mode": "full", "weight_sync.transport": "nccl", "weight_sync.transfer_timeout_s": 5,
-        "weight_sync.init_timeout_s": 5, "weight_sync.canary_every": 2,
+        "weight_sync.init_timeout_s": 5, "weight_sync.canary_every": 2, "trainer.forward": "adapter",
     }  # fmt: skip
     return recipe.load(RECIPES / "smoke.toml", changes)
 
@@ -161,7 +161,7 @@ def test_the_canary_is_scored_on_the_first_and_each_nth_sync_and_stops_the_run(s
             scored.append(version)
             if version == 4:
                 raise StoppedError("the canary disagrees")
-            return canary.CanaryResult(0.25, 1, -1.0, -1.25)
+            return canary.CanaryResult(0.125, 0.25, 1, -1.0, -1.25)
 
     found.prove_with(canary=Probe())
     for _ in range(3):

@@ -6,8 +6,12 @@ lose without a wrong result: 16 bytes a load, and one fused operation an element
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +24,9 @@ from triton.compiler import ASTSource  # noqa: E402
 from services.weight_sync import grouped  # noqa: E402
 
 TABLES = {"table": "*i64", "matrix_of_tile": "*i32", "u": "*i64", "v": "*i64", "sums": "*i64"}
-COMMON = {"FIELDS": 13, "BITS": 16, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS}
-MERGE = {**COMMON, "BFLOAT": True, "EXACT_PRODUCTS": True, "FOUR": True, "RANK": 32}
+MERGING = {**TABLES, "kept": "*fp64", "scale": "fp32"}
+COMMON = {"FIELDS": 14, "BITS": 16, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS}
+MERGE = {**COMMON, "BFLOAT": True, "EXACT_PRODUCTS": True, "FOUR": True, "RANK": 32, "DITHER": False}
 
 
 def instructions(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> Counter[str]:
@@ -34,7 +39,7 @@ def instructions(kernel: Any, arguments: dict[str, str], constants: dict[str, An
 
 
 def test_the_merge_reads_and_writes_16_bytes_at_a_time_and_fuses_multiplication_and_addition():
-    found = instructions(grouped._merge, {**TABLES, "scale": "fp32"}, {**MERGE, "ALIGNED": True, "WRITE": True})
+    found = instructions(grouped._merge, MERGING, {**MERGE, "ALIGNED": True, "WRITE": True})
     vectors = grouped.COLUMNS // (32 * grouped.WARPS) // 8
     elements = 8 * vectors * grouped.ROWS  # of a thread
     assert found["ld.global.v4.b32"] >= vectors * (4 + grouped.ROWS), "A or W0 is read element by element"
@@ -48,7 +53,16 @@ def test_the_merge_reads_and_writes_16_bytes_at_a_time_and_fuses_multiplication_
 def test_products_that_float32_cannot_hold_are_not_fused():
     constants = {**MERGE, "BITS": 32, "BFLOAT": False, "EXACT_PRODUCTS": False, "FOUR": False, "WRITE": True}
     constants["ALIGNED"] = True
-    assert instructions(grouped._merge, {**TABLES, "scale": "fp32"}, constants)["fma.rn.f32"] == 0
+    assert instructions(grouped._merge, MERGING, constants)["fma.rn.f32"] == 0
+
+
+def test_stochastic_rounding_keeps_the_loads_wide_and_costs_two_multiplications_an_element():
+    constants = {**MERGE, "ALIGNED": True, "WRITE": True, "DITHER": True}
+    found = instructions(grouped._merge, MERGING, constants)
+    elements = grouped.COLUMNS * grouped.ROWS // (32 * grouped.WARPS)
+    assert found["ld.global.b16"] == 0 and found["st.global.v4.b32"] >= elements // 8
+    assert found["fma.rn.f32"] == 4 * elements
+    assert found["mul.lo.s32"] == 2 * elements
 
 
 def test_checksums_read_16_bytes_at_a_time():
@@ -60,4 +74,12 @@ def test_checksums_read_16_bytes_at_a_time():
 @pytest.mark.parametrize("rank", [1, 7])
 def test_matrices_at_odd_addresses_and_of_odd_ranks_are_merged_too(write, rank):
     constants = {**MERGE, "ALIGNED": False, "FOUR": False, "RANK": rank, "WRITE": write}
-    assert instructions(grouped._merge, {**TABLES, "scale": "fp32"}, constants)
+    assert instructions(grouped._merge, MERGING, constants)
+
+
+def test_the_kernels_compute_the_bits_and_the_sums_of_the_loops_that_define_them():
+    """In Triton's interpreter, without what a compiler adds; in a process of its own, as it replaces the compiler."""
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "equal", done.stderr

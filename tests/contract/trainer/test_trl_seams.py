@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.lfm2 import modeling_lfm2
 from trl import chat_template_utils
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 from trl.experimental.async_grpo.openenv_harness import (
     CaptureContractError,
     HarnessRolloutOutcome,
@@ -63,11 +63,13 @@ def test_the_trainer_takes_our_parts(name):
         ("_sync_weight_merged", ["t0"], "services/trainer/grpo.py overrides it so that no adapter is merged in place"),
         ("_streaming_iter", [], "weight_sync.mode = 'full' streams what it yields"),
         ("_sync_weight", [], "it logs perf/weight_sync_* from the three times that _sync_weight_merged returns"),
-        ("_save_checkpoint", ["model", "trial"], "services/trainer/grpo.py adds the books on groups to what it saves"),
-        ("get_train_dataloader", [], "services/trainer/staleness.py adds the policy version to its batches"),
+        ("_save_checkpoint", ["model", "trial"], "services/trainer/grpo.py adds the position to what it saves"),
+        ("training_step", ["model", "inputs", "num_items_in_batch"], "services/trainer/grpo.py calls it for each row"),
+        ("_get_output_dir", ["trial"], "services/trainer/grpo.py saves resume points in another folder"),
+        ("get_train_dataloader", [], "services/trainer/grpo.py makes the steps itself"),
         (
             "compute_loss", ["model", "inputs", "return_outputs", "num_items_in_batch"],
-            "services/trainer/staleness.py reads the log-probabilities that it gets from the model",
+            "services/trainer/grpo.py has its own",
         ),
     ],
 )  # fmt: skip
@@ -102,8 +104,12 @@ def test_a_checkpoint_holds_the_rollout_position():
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"), [("_repeat_iterator", []), ("_score_group", ["group"]), ("_push_metrics", ["values"])]
-)
+    ("method", "expected"),
+    [
+        ("_repeat_iterator", []), ("_score_group", ["group"]),
+        ("_generate_one", ["prompt", "tool_dict", "tools", "group_id"]),
+    ],
+)  # fmt: skip
 def test_the_loops_methods_that_we_override_or_call(method, expected):
     found = parameters(getattr(_HarnessRolloutLoop, method))
     assert found == expected, f"the rollout loop's {method} takes {found}: services/trainer/rollout_loop.py has its own"
@@ -131,7 +137,7 @@ def test_the_worker_needs_eos_token_ids_and_allows_8_model_calls_unless_told():
     )
     passed = {
         "model_name", "dataset", "reward_funcs", "processing_class", "num_generations", "max_inflight_tasks",
-        "queue_maxsize", "vllm_server_url", "max_tokens", "temperature", "top_p", "top_k", "dataset_start_index",
+        "vllm_server_url", "max_tokens", "temperature", "top_p", "top_k", "dataset_start_index",
     }  # fmt: skip
     assert not passed - set(parameters(_AsyncRolloutLoop.__init__))
     assert {"harness_session_factory", "rollout_reward_fn"} <= set(parameters(_HarnessRolloutLoop.__init__))
@@ -146,18 +152,27 @@ def test_a_failed_session_is_unscorable_and_a_bad_capture_is_fatal():
     assert {"env_reward", "tool_call_count", "timed_out"} <= set(inspect.signature(HarnessRolloutOutcome).parameters)
 
 
-def test_a_sample_knows_the_policy_version_of_its_first_rollout():
-    assert {"model_version", "metrics", "input_ids"} <= set(inspect.signature(RolloutSample).parameters)
-    assert "model_version=self.model_version" in source(_AsyncRolloutLoop._generate_loop)
-    assert '"metrics": sample.metrics' in source(async_grpo_trainer.RolloutQueueDataset.__iter__), (
-        "a sample's metrics no longer reach the collator: services/trainer/staleness.py sends the version there"
-    )
+def test_the_worker_s_queue_is_handed_to_the_child_and_takes_what_a_group_was_scored_to():
+    assert "self.rollout_buffer," in source(AsyncRolloutWorker.start)
+    loop = source(_AsyncRolloutLoop._score_loop)
+    assert "sample.enqueued_at = time.time()" in loop and "self.rollout_buffer.put_nowait(sample)" in loop
 
 
-def test_while_it_waits_the_trainer_asks_the_worker_for_its_health():
-    assert "self.check_health_fn(self.stale_after_s)" in source(async_grpo_trainer.RolloutQueueDataset.__iter__), (
-        "StoppableWorker.check_health is no longer called during a wait: a stop request would not be seen"
-    )
+def test_the_accounts_of_a_step_are_where_ours_are_added():
+    accounts = source(AsyncGRPOTrainer._log_step_metrics)
+    names = (
+        "_step_forward_tokens", "_step_trained_tokens", "_step_seq_len_weighted", "_step_samples", "_step_forward_s",
+        "_current_train_step_time", "_rollout_dataset.wait_s", "_trained_groups",
+    )  # fmt: skip
+    for name in names:
+        assert f"self.{name}" in accounts, f"TRL logs a step without {name}: services/trainer/step_metrics.py feeds it"
+
+
+def test_transformers_takes_a_step_when_the_one_before_has_ended():
+    epoch = source(transformers.Trainer._run_epoch)
+    assert "self.get_batch_samples(epoch_iterator, num_batches, self.args.device)" in epoch
+    assert epoch.index("self.get_batch_samples(") < epoch.index("self.training_step(")
+    assert epoch.index("self.callback_handler.on_step_end(") < epoch.index("self._maybe_log_save_evaluate(")
 
 
 def test_rows_are_packed_by_position_ids_alone():
@@ -231,7 +246,7 @@ def test_the_push_callback_is_gone():
 def test_config_fields_that_we_set():
     known = set(inspect.signature(AsyncGRPOConfig).parameters)
     used = {
-        "dtype", "token_budget", "num_generations", "max_completion_length", "temperature", "max_inflight_tasks",
+        "dtype", "num_generations", "max_completion_length", "temperature", "max_inflight_tasks",
         "max_staleness", "max_tool_calling_iterations", "vllm_server_base_url", "heartbeat_stale_after_s",
         "weight_sync_steps", "weight_sync_timeout", "model_init_kwargs",
     }  # fmt: skip

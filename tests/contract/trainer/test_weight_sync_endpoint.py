@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from prometheus_client import REGISTRY, Gauge
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -68,6 +69,17 @@ def test_the_server_stands_still_from_pause_to_resume_and_drops_its_caches_while
     assert engine.calls == ["staged", "pause", "begin_merge", "reset", "end_merge", "version 3", "resume"]
     assert found["merge_s"] == 0.5, "of the slowest worker"
     assert found["paused_s"] == pytest.approx(found["drain_s"] + found["reset_s"] + found["end_s"])
+
+
+def test_it_says_how_many_requests_it_puts_back():
+    gauge = Gauge(endpoint.RUNNING, "As vLLM's own, an engine each.", ["engine"])
+    try:
+        gauge.labels("0").set(3)
+        gauge.labels("1").set(2)
+        assert apply(FakeEngine())["put_back"] == 5
+    finally:
+        REGISTRY.unregister(gauge)
+    assert apply(FakeEngine())["put_back"] == 0
 
 
 def test_nothing_is_paused_before_all_workers_have_the_factors():

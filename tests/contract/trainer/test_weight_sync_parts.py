@@ -22,8 +22,9 @@ from services.common.errors import RecipeError, StoppedError
 from services.weight_sync import canary, factors, names, proof, transport
 from services.weight_sync.adapter import Adapter, base_hashes, drifted, merged_weights
 from services.weight_sync.checksum import checksum
+from services.weight_sync.dither import Dither, thresholds
 from services.weight_sync.errors import WeightSyncError
-from services.weight_sync.merge import merged, sendable
+from services.weight_sync.merge import merged, rounded, sendable
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -115,6 +116,148 @@ def test_numbers_too_small_to_matter_travel_as_0_and_the_rest_as_it_is():
 def test_merge_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"W0 is \(4, 6\), A \(2, 5\) and B \(4, 2\)"):
         merged(random(4, 6), random(2, 5), random(4, 2), 1.0)
+
+
+# -- stochastic rounding ---------------------------------------------------------------------------------------
+
+DITHER = Dither("model.layers.0.feed_forward.w1")
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_slice_is_rounded_as_in_the_whole_bit_for_bit(data):
+    rows, columns = (data.draw(st.integers(1, 40)) for _ in range(2))
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    w0, a, b = random(rows, columns, dtype=torch.bfloat16), random(4, columns, seed=1), random(rows, 4, seed=2) * 1e-3
+    whole = merged(w0, a, b, 1.7, dither=DITHER)
+    part = merged(w0[top:, left:], a[:, left:], b[top:], 1.7, dither=Dither(DITHER.target, top, left))
+    assert torch.equal(part, whole[top:, left:])
+
+
+def test_stochastic_rounding_of_zero_b_gives_back_every_bit_of_the_base():
+    w0 = random(64, 50, dtype=torch.bfloat16)
+    w0[0, :4] = torch.tensor([-0.0, 0.0, torch.finfo(torch.bfloat16).tiny, torch.inf])
+    w0[1, 0], w0[1, 1] = 1e-40, -1e-40  # below the smallest normal number
+    result = merged(w0, random(3, 50, seed=1), torch.zeros(64, 3), 2.0, dither=DITHER)
+    assert checksum(result) == checksum(w0)
+
+
+@pytest.mark.parametrize("shift", [1e-5, -3e-4, 0.4])
+def test_stochastic_rounding_goes_to_a_neighbour_on_the_grid_and_keeps_the_mean(shift):
+    w0 = random(700, 700, dtype=torch.bfloat16) * 0.02
+    exact = w0.float() + shift
+    found = rounded(w0, torch.full((700, 700), shift), DITHER).float()
+    step = torch.ldexp(torch.ones_like(exact), torch.frexp(exact)[1] - 8)
+    assert torch.all((found - exact).abs() <= step), "further than a neighbour"
+    error = float((found - exact).double().mean())
+    allowed = 4 * float(step.double().square().mean().sqrt()) / 2 / 700  # four standard deviations of the mean
+    assert abs(error) < allowed
+
+
+def test_an_element_only_moves_where_its_sum_crosses_its_threshold():
+    """Ever larger changes of one sign, as of successive versions: no element ever goes back."""
+    w0, last = random(300, 300, dtype=torch.bfloat16) * 0.02, None
+    for size in (0.0, 1e-6, 1e-5, 2e-5, 1e-4, 1e-3):
+        found = rounded(w0, torch.full((300, 300), size), DITHER)
+        assert last is None or torch.all(found >= last)
+        last = found
+
+
+def test_thresholds_are_uniform_and_those_of_rows_columns_and_targets_are_unlike():
+    found = thresholds(600, 500, DITHER).double()
+    assert found.min() >= 0 and found.max() < 65536
+    counts = torch.histc(found, bins=64, min=0, max=65536)
+    expected = 600 * 500 / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 120  # chi-square with 63 degrees: p about 1e-5
+    scaled = (found - found.mean()) / found.std()
+    other = thresholds(600, 500, Dither("model.layers.1.feed_forward.w1")).double()
+    other = (other - other.mean()) / other.std()
+    pairs = {
+        "rows": (scaled[1:], scaled[:-1]), "columns": (scaled[:, 1:], scaled[:, :-1]), "targets": (scaled, other),
+        "diagonal": (scaled[1:, 1:], scaled[:-1, :-1]), "halves": (scaled[:300], scaled[300:]),
+    }  # fmt: skip
+    assert {name for name, (x, y) in pairs.items() if abs(float((x * y).mean())) > 5 / x.numel() ** 0.5} == set()
+
+
+def test_only_bfloat16_is_rounded_stochastically_and_float32_not_at_all():
+    w0, a, b = random(6, 5), random(3, 5, seed=1), random(6, 3, seed=2)
+    assert torch.equal(merged(w0, a, b, 2.0, dither=DITHER), merged(w0, a, b, 2.0))
+    with pytest.raises(ValueError, match=r"torch\.float16 cannot be rounded stochastically"):
+        merged(w0.half(), a, b, 2.0, dither=DITHER)
+
+
+def test_the_layout_tells_the_server_how_to_round():
+    pairs = {"m": (torch.zeros(4, 6), torch.zeros(5, 4))}
+    for rounding, dtype, expected in (
+        ("stochastic", torch.bfloat16, Dither("m", 2, 3)), ("nearest", torch.bfloat16, None),
+        ("stochastic", torch.float32, None),
+    ):  # fmt: skip
+        layout = factors.Layout.of(pairs, dtype, 2.0, rounding)
+        arrived = factors.Layout.from_json(json.loads(json.dumps(layout.to_json())))
+        assert arrived.dither("m", 2, 3) == expected and arrived.id == layout.id
+
+
+# -- how much of a change is served ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5])
+def test_stochastic_rounding_serves_what_a_young_adapter_changes_and_the_nearest_does_not(size):
+    stochastic, nearest = (
+        proof.merged_again(layout, buffer, base.__getitem__).kept_share
+        for layout, buffer, base in (packed(torch.bfloat16, size, rounding) for rounding in ("stochastic", "nearest"))
+    )
+    assert stochastic > 0.9, "0.95 and more in expectation; the deviation of so few elements is 0.02"
+    assert nearest < 0.1
+
+
+def packed(
+    dtype: torch.dtype, size: float, rounding: str = "nearest"
+) -> tuple[factors.Layout, torch.Tensor, dict[str, torch.Tensor]]:
+    """Two targets of a real model's sizes: weights N(0, 0.02), A as PEFT starts it, B of the size that is asked for."""
+    shapes = {"model.layers.0.feed_forward.w1": (1024, 512), "model.layers.1.self_attn.q_proj": (512, 512)}
+    pairs = {
+        name: ((torch.rand(32, columns, generator=generator(seed)) * 2 - 1) / columns**0.5,
+               torch.randn(rows, 32, generator=generator(seed + 10)) * size)
+        for seed, (name, (rows, columns)) in enumerate(shapes.items())
+    }  # fmt: skip
+    base = {name: (random(*shape, seed=7) * 0.02).to(dtype) for name, shape in shapes.items()}
+    layout = factors.Layout.of(pairs, dtype, 2.0, rounding)
+    buffer = layout.empty("cpu")
+    layout.pack(pairs, buffer)
+    return layout, buffer, base
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_kept_share_is_the_projection_of_what_was_served_on_what_was_asked_for():
+    layout, buffer, base = packed(torch.bfloat16, 1e-4)
+    along = whole = 0.0
+    for name, (a, b) in layout.unpack(buffer).items():
+        asked = 2.0 * (b.double() @ a.double())
+        moved = merged(base[name], a, b, 2.0).double() - base[name].double()
+        along, whole = along + float((moved * asked).sum()), whole + float((asked * asked).sum())
+    found = proof.merged_again(layout, buffer, base.__getitem__)
+    assert found.kept_share == pytest.approx(along / whole, rel=1e-4)
+    assert 0.1 < found.kept_share < 0.9
+    assert found.checksums == {
+        name: checksum(merged(base[name], a, b, 2.0)) for name, (a, b) in layout.unpack(buffer).items()
+    }
+
+
+def test_float32_serves_the_whole_change_and_b_of_0_has_none():
+    layout, buffer, base = packed(torch.float32, 1e-4)
+    assert proof.merged_again(layout, buffer, base.__getitem__).kept_share == pytest.approx(1, abs=1e-3)
+    layout, buffer, base = packed(torch.bfloat16, 0.0)
+    assert proof.merged_again(layout, buffer, base.__getitem__).kept_share is None
+    assert proof.b_rms(layout, buffer) == 0
+
+
+def test_b_rms_is_that_of_all_b_together():
+    layout, buffer, _ = packed(torch.float32, 3e-4)
+    together = torch.cat([b.flatten() for _, b in layout.unpack(buffer).values()])
+    assert proof.b_rms(layout, buffer) == pytest.approx(float(together.square().mean().sqrt()), rel=1e-5)
 
 
 # -- checksum --------------------------------------------------------------------------------------------------
@@ -353,7 +496,7 @@ def test_an_adapter_saved_by_peft_is_read_with_its_scale_and_merged_as_peft_merg
 
     adapter = Adapter.load(tmp_path / "adapter")
     assert adapter.scale == 2.0
-    ours = dict(merged_weights(tmp_path, adapter, torch.float32))
+    ours = dict(merged_weights(tmp_path, adapter, torch.float32, "stochastic"))
     assert drifted(before, base_hashes(model)) == []
     theirs = bare_weights(model.merge_and_unload())
     assert ours.keys() == base.keys()
@@ -400,7 +543,7 @@ def test_a_folder_without_an_adapter_and_a_base_without_a_target_are_refused(tmp
     save_file({"model.w1.weight": random(2, 2)}, tmp_path / "model.safetensors")
     adapter = Adapter(1.0, {"model.w9": (random(1, 2), random(2, 1))})
     with pytest.raises(RecipeError, match=r"has no model\.w9\.weight, a target of the adapter"):
-        list(merged_weights(tmp_path, adapter, torch.float32))
+        list(merged_weights(tmp_path, adapter, torch.float32, "stochastic"))
 
 
 def test_a_sync_error_names_the_peer_and_the_phase_and_has_its_own_exit_code():

@@ -65,7 +65,7 @@ def connected(vllm_server: Any, model: PeftModel | None = None, prompt: list[int
     """A sync that has connected; with a model and a prompt every proof is on."""
     sync = LoraFactorSync(vllm_server.recipe, vllm_server.url)
     if model is not None and prompt is not None:
-        bound = vllm_server.recipe.weight_sync.canary_max_abs_logprob_diff
+        bound = vllm_server.recipe.weight_sync.canary_mean_abs_logprob_diff
         sync.prove_with(
             base_weight=functools.partial(names.base_weight, model),
             canary=canary.Canary(prompt, canary.model_score(model), bound),
@@ -120,7 +120,7 @@ def test_the_served_policy_is_the_merged_model_and_the_checkpoint_on_the_pristin
     on_disk = Adapter.load(tmp_path / "adapter")
     expected = {
         name.removesuffix(".weight"): checksum(weight)
-        for name, weight in merged_weights(vllm_server.model, on_disk, torch.float32)
+        for name, weight in merged_weights(vllm_server.model, on_disk, torch.float32, "stochastic")
         if name.removesuffix(".weight") in on_disk.factors
     }
     assert whole_checksums(reports, "targets") == expected
@@ -214,7 +214,7 @@ def test_a_canary_that_disagrees_stops_the_run_with_both_numbers(vllm_server, tr
         honest = canary.model_score(trainer_model)
 
         def off_by_a_hundredth(token_ids: list[int]) -> list[float]:
-            return [*honest(token_ids)[:-1], honest(token_ids)[-1] + 0.01]
+            return [value + 0.01 for value in honest(token_ids)]
 
         sync.prove_with(canary=canary.Canary(prompt, off_by_a_hundredth, bound=1e-3))
         with pytest.raises(StoppedError, match=r"in the trainer and -?\d+\.\d+ in the policy .* 1\.0\de-02 apart"):

@@ -62,7 +62,8 @@ def test_weight_updates_and_adapters_are_never_on_one_server():
 
 
 def test_full_mode_serves_trls_own_transfer():
-    command = argv(recipe(weight_sync__mode="full", weight_sync__transport="nccl"), "train", "cuda")
+    full = {"weight_sync__mode": "full", "weight_sync__transport": "nccl", "trainer__forward": "adapter"}
+    command = argv(recipe(**full), "train", "cuda")
     assert json.loads(option(command, "--weight-transfer-config")) == {"backend": "nccl"}
     assert "--worker-extension-cls" not in command
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,49 +19,57 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
-def trained(run: RunDir, step: int, *samples: tuple[int, int, int], dropped: tuple[int, ...] = ()) -> None:
+def trained(
+    run: RunDir, step: int, *groups: int, dropped: tuple[int, ...] = (), refilled: tuple[int, ...] = ()
+) -> None:
     run_dir.append_line(run.metrics, {"step": step})
-    run_dir.append_line(run.trained, {"step": step, "samples": samples, "stale": [], "dropped": dropped})
+    line = {"step": step, "groups": groups, "stale": [], "dropped": dropped, "refilled": refilled}
+    run_dir.append_line(run.trained, line)
 
 
 def saved(run: RunDir, step: int, following: int, again: list[int], pending: list[int]) -> None:
     folder = run.checkpoints / f"checkpoint-{step}"
-    state = {"cursor": {"next": following, "again": again}, "pending_positions": pending}
+    state = {"cursor": {"next": following, "again": again, "dropped": []}, "pending_positions": pending}
     run_dir.write_json(folder / "rollout_state.json", state)
     run_dir.write_text(folder / run_dir.READY, "{}")
 
 
-def test_a_run_whose_every_sample_is_trained_or_waits_is_clean(run: RunDir) -> None:
-    trained(run, 1, (0, 0, 2), (0, 1, 2))
-    trained(run, 2, (2, 0, 2), (2, 1, 2))
+def test_a_run_whose_every_group_is_trained_or_waits_is_clean(run: RunDir) -> None:
+    trained(run, 1, 0)
+    trained(run, 2, 2)
     saved(run, 2, 5, [1], [3, 4])
     assert account.of(run).clean
 
 
-def test_a_sample_that_was_trained_twice_is_a_replay(run: RunDir) -> None:
-    trained(run, 1, (0, 0, 1))
-    trained(run, 2, (0, 0, 1))
+def test_a_group_that_was_trained_twice_is_a_replay(run: RunDir) -> None:
+    trained(run, 1, 0)
+    trained(run, 2, 0)
     saved(run, 2, 1, [], [])
     assert account.of(run).replayed == [0]
 
 
-@pytest.mark.parametrize("samples", [[(1, 0, 2)], []])
-def test_a_position_that_is_not_whole_and_does_not_wait_is_lost(run: RunDir, samples: list[Any]) -> None:
-    trained(run, 1, (0, 0, 1), *samples)
+def test_a_position_that_is_neither_trained_nor_waits_is_lost(run: RunDir) -> None:
+    trained(run, 1, 0)
     saved(run, 1, 2, [], [])
     assert account.of(run).lost == [1]
 
 
+def test_a_silent_group_that_another_one_replaced_is_not_lost(run: RunDir) -> None:
+    trained(run, 1, 1, refilled=(0,))
+    saved(run, 1, 2, [], [])
+    assert account.of(run).clean
+
+
 def test_a_group_that_was_given_up_is_told_apart_from_a_lost_one(run: RunDir) -> None:
-    trained(run, 1, (0, 0, 1), dropped=(1,))
+    trained(run, 1, 0, dropped=(1,))
     saved(run, 1, 2, [], [])
     found = account.of(run)
     assert (found.lost, found.dropped) == ([], [1])
 
 
 def test_steps_twice_and_versions_that_go_back_are_problems(run: RunDir) -> None:
-    trained(run, 1, (0, 0, 1))
-    trained(run, 1, (1, 0, 1))
+    trained(run, 1, 0)
+    trained(run, 1, 1)
     for version in (1, 3, 2):
         run_dir.append_line(run.path / "policy_versions.jsonl", {"version": version, "begins_s": 1.0})
     run_dir.write_json(run.path / "base_weights.json", {"changed": ["w1"]})

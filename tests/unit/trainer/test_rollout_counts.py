@@ -44,12 +44,13 @@ def test_rollouts_are_counted_by_cause_and_breach_and_each_once(tmp_path: Path) 
     }  # fmt: skip
 
 
-def test_samples_that_a_step_passed_over_for_their_age_are_counted_as_staleness(tmp_path: Path) -> None:
+def test_rollouts_of_groups_that_were_dropped_for_their_age_are_counted_as_staleness(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     counts = RolloutCounts(run, CFG)
-    for step, stale in ((1, []), (2, [[3, 0, 4], [3, 1, 4]]), (3, [[5, 0, 4]])):
-        run_dir.append_line(run.trained, {"step": step, "samples": [], "stale": stale, "dropped": []})
-    assert counts.metrics()["rollouts/unscorable/staleness"] == 3
+    for step, sizes in ((1, []), (2, [4, 3]), (3, [4])):
+        stale = [{"position": step, "age": 5.0, "tokens": 100, "rollouts": size} for size in sizes]
+        run_dir.append_line(run.trained, {"step": step, "groups": [], "stale": stale, "dropped": []})
+    assert counts.metrics()["rollouts/unscorable/staleness"] == 11
     assert counts.metrics()["rollouts/unscorable"] == 0  # they were scored
 
 

@@ -154,25 +154,41 @@ class FakePolicy:
         return self.served
 
 
-def check(served: list[float], cached: list[float], trainer: list[float]) -> canary.CanaryResult:
-    probe = canary.Canary([5, 6, 7], lambda _token_ids: trainer, bound=0.1)
+def check(
+    served: list[float], cached: list[float], trainer: list[float], warn_above: float = 9.0
+) -> canary.CanaryResult:
+    probe = canary.Canary([5, 6, 7], lambda _token_ids: trainer, bound=0.1, warn_above=warn_above)
     return probe.check(FakePolicy(served, cached), 3, 1)
 
 
-def test_canary_within_the_bound_reports_the_largest_difference_and_where():
-    result = check(served=[-1, -2, -3], cached=[-3], trainer=[-1, -2.05, -3])
-    assert (result.position, result.trainer, result.policy) == (2, -2.05, -2)
-    assert result.max_abs_logprob_diff == pytest.approx(0.05)
+def test_canary_within_the_bound_reports_the_mean_and_the_largest_difference_and_where():
+    result = check(served=[-1, -2, -3], cached=[-3], trainer=[-1, -2.06, -3])
+    assert (result.position, result.trainer, result.policy) == (2, -2.06, -2)
+    assert result.max_abs_logprob_diff == pytest.approx(0.06)
+    assert result.mean_abs_logprob_diff == pytest.approx(0.02)
+
+
+def test_one_token_that_rounding_moved_far_is_a_warning_and_stops_nothing(caplog):
+    result = check(served=[-1] * 20, cached=[-1], trainer=[-1] * 10 + [-2.5] + [-1] * 9, warn_above=1.0)
+    assert result.mean_abs_logprob_diff == pytest.approx(1.5 / 20)
+    (warning,) = caplog.messages
+    assert "token 11 has log-probability -2.500000 in the trainer and -1.000000 in the policy" in warning
+    assert "canary_max_abs_logprob_diff = 1.00e+00" in warning
+
+
+def test_a_stale_block_behind_the_continuation_is_not_lost_among_the_scored_tokens():
+    with pytest.raises(StoppedError, match=r"differ by 2\.00e-01 in the mean"):
+        check(served=[-1] * 1000, cached=[-1.2] * 4, trainer=[-1] * 1000)
 
 
 @pytest.mark.parametrize(
     ("served", "cached"),
-    [([-1, -2.2, -3], [-3]), ([-1, -2, -3], [-3.2]), ([-1, float("nan"), -3], [-3]), ([-1, -2, -3], [float("nan")])],
+    [([-1, -2.4, -3], [-3]), ([-1, -2, -3], [-3.2]), ([-1, float("nan"), -3], [-3]), ([-1, -2, -3], [float("nan")])],
     ids=["weights", "stale cache", "nan", "nan from the cache"],
 )
 def test_canary_stops_on_wrong_weights_on_a_stale_cache_and_on_nan(served, cached):
     with pytest.raises(
-        StoppedError, match=r"canary after weight sync 3: .* in the trainer and .* in the policy"
+        StoppedError, match=r"canary after weight sync 3: .* in the mean, .* in the trainer and .* in the policy"
     ) as caught:
         check(served, cached, trainer=[-1, -2, -3])
     assert caught.value.exit_code == 4

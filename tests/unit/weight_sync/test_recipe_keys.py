@@ -30,6 +30,13 @@ def test_trls_stream_needs_nccl():
         load("smoke.toml", weight_sync__mode="full")
 
 
+def test_the_trainer_cannot_compute_with_what_trls_stream_serves():
+    full = {"weight_sync__mode": "full", "weight_sync__transport": "nccl"}
+    with pytest.raises(RecipeError, match=r"weight_sync\.mode is 'full' and trainer\.forward 'served'; .* 'adapter'"):
+        load("lfm2.5-2.6b.toml", **full)
+    assert load("lfm2.5-2.6b.toml", **full, trainer__forward="adapter").weight_sync.mode == "full"
+
+
 def test_the_one_gpu_recipe_differs_from_the_full_one_only_in_where_it_runs():
     one, two = (load(name).model_dump() for name in ("lfm2.5-2.6b-one-gpu.toml", "lfm2.5-2.6b.toml"))
     different = {
