@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import functools
 import heapq
 import itertools
 import math
@@ -448,8 +447,8 @@ def table(variants: dict[str, Setting], durations: Callable[[int], Durations], s
             yield f"| {name}: {who} | " + " | ".join(cells) + " |"
 
 
-def _lognormal(cv_rollout: float, seed: int) -> Durations:
-    return lognormal(cv_rollout=cv_rollout, seed=seed)
+def _lognormal(cv_rollout: float) -> Callable[[int], Durations]:
+    return lambda seed: lognormal(cv_rollout=cv_rollout, seed=seed)
 
 
 def main() -> None:
@@ -464,11 +463,11 @@ def main() -> None:
         name: replace(setting, slots=args.slots, steps=args.steps, max_open_groups=args.open_groups)
         for name, setting in VARIANTS.items()
     }
-    sources: dict[str, Callable[[int], Durations]] = {
-        f"mean 150 s, cv of tasks 0.4, of rollouts {cv:g}": functools.partial(_lognormal, cv) for cv in (0.6, 1.0)
-    }
+    sources: dict[str, Callable[[int], Durations]]
     if args.index:
         sources = {f"durations of {args.index}": lambda seed: from_index(args.index, seed=seed)}
+    else:
+        sources = {f"mean 150 s, cv of tasks 0.4, of rollouts {cv:g}": _lognormal(cv) for cv in (0.6, 1.0)}
     for title, durations in sources.items():
         print(f"\n{title}; {args.slots} slots, {args.steps} steps, mean of {args.seeds} seeds\n")
         for line in table(variants, durations, range(args.seeds)):

@@ -6,6 +6,7 @@ The loss of a step is ``sum_t weight_t * term_t`` over its sampled tokens. The w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,6 +74,11 @@ class Terms:
     ref_log_probs: torch.Tensor | None = None
     """Of the base; needed where ``kl_coef`` is not 0."""
 
+    def counting(self) -> Terms:
+        """Those of the tokens that are trained."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Terms(**{name: None if part is None else part[self.weights > 0] for name, part in found.items()})
+
 
 def policy_loss(terms: Terms, algorithm: Algorithm) -> torch.Tensor:
     """The loss of one packed row, a scalar; that of a step is the sum over its rows.
@@ -88,6 +94,8 @@ def policy_loss(terms: Terms, algorithm: Algorithm) -> torch.Tensor:
     """
     import torch
 
+    # First: where a ratio overflows on a token that does not count, a weight of 0 would make its gradient NaN.
+    terms = terms.counting()
     ratio = torch.exp(terms.log_probs - terms.old_log_probs)
     bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     per_token = -torch.min(ratio * terms.advantages, bounded * terms.advantages)
@@ -98,9 +106,7 @@ def policy_loss(terms: Terms, algorithm: Algorithm) -> torch.Tensor:
         assert terms.ref_log_probs is not None
         q = terms.ref_log_probs - terms.log_probs
         per_token = per_token + algorithm.kl_coef * (torch.exp(q) - q - 1)
-    # A ratio that overflowed must not turn a token that does not count into NaN.
-    counts = terms.weights > 0
-    return (per_token[counts] * terms.weights[counts]).sum()
+    return (per_token * terms.weights).sum()
 
 
 def clipped(terms: Terms, algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,12 @@ def test_hardly_anything_is_thrown_away_and_what_is_trained_is_as_long_as_what_i
     assert outcome.length_ratio >= 0.97
 
 
+@pytest.mark.parametrize(("cv", "seed"), [(0.6, 0), (0.6, 1), (1.0, 0)])
+def test_with_one_row_per_rollout_nothing_is_thrown_away(cv: float, seed: int) -> None:
+    outcome, _ = now(cv, 1, seed)
+    assert not outcome.dropped_s
+
+
 @CASES
 def test_each_task_of_an_epoch_is_trained_once_with_all_its_rows(cv: float, rows: int, seed: int) -> None:
     outcome, _ = now(cv, rows, seed)

@@ -135,8 +135,8 @@ def test_the_oldest_group_is_trained_first_whenever_it_came() -> None:
     tickets = desk.tickets()[:3]
     for ticket, version in zip(tickets, (3, 1, 2), strict=True):
         desk.send(scored(ticket, [version, version]))
-    for ticket in range(3, 5):
-        desk.send(scored(Ticket(ticket, ticket), [4, 4]))
+    for number in range(3, 5):
+        desk.send(scored(Ticket(number, number), [4, 4]))
     assert [desk.step(4 + step).groups for step in range(3)] == [[1], [2], [0]]
 
 
@@ -248,6 +248,18 @@ def test_a_step_does_not_wait_for_a_group_that_has_time_left() -> None:
     slow, quick, *_ = desk.tickets(version=1)
     desk.send(RolloutEnded(slow.number, 1.0), scored(quick, [1, 1]))
     assert desk.take(1) == [quick.position]
+
+
+def test_a_step_waits_where_two_running_groups_would_need_the_same_turn() -> None:
+    desk = Desk(limits(max_staleness=2))
+    one, two, quick = desk.tickets(version=1)
+    desk.send(RolloutEnded(one.number, 1.0), RolloutEnded(two.number, 1.0), scored(quick, [1, 1]))
+    assert desk.step(1).groups == [quick.position]
+    (fresh,) = desk.tickets(version=2)
+    desk.send(scored(fresh, [2, 2]))
+    assert desk.take(2) == []  # both may be trained at version 3 at the latest, so one of them has to be now
+    desk.send(scored(two, [1, 2]))
+    assert desk.take(2) == [two.position]
 
 
 def test_with_the_default_number_of_open_groups_nothing_gets_too_old_however_long_one_takes() -> None:
