@@ -120,7 +120,7 @@ def test_unknown_suite_says_what_there_is(tasks_dir: Path, suite: str) -> None:
 
 def test_suite_that_is_pinned_but_not_fetched_says_so(tasks_dir: Path) -> None:
     (tasks_dir / "smoke.json").rename(tasks_dir / "train.json")
-    assert "run `prepare_tasks fetch train` first" in refusal_of(tasks_dir, "train")
+    assert "run `make prepare`, or `prepare_tasks fetch train`" in refusal_of(tasks_dir, "train")
 
 
 @pytest.mark.parametrize("suite", ["../smoke", "smoke/..", "/etc", "smoke//train", "", "Smoke", "smoke/train/"])

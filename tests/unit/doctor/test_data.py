@@ -100,7 +100,7 @@ def test_a_hub_model_needs_its_commit(broken: Broken) -> None:
 
 
 def test_a_hub_model_must_be_in_the_cache_whole(hub: Setup) -> None:
-    fails(data.model(hub), COMMIT[:12], "hf download")
+    fails(data.model(hub), COMMIT[:12], "make prepare RECIPE=")
     snapshot = data.hub_snapshot(hub.hf_cache, hub.cfg.model.id, COMMIT)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

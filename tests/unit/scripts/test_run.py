@@ -73,7 +73,7 @@ def test_without_a_watcher_the_evaluation_has_the_machine_for_itself(phases: Any
     stack = FakeStack()
     assert phases(stack) == 0
     assert stack.calls == [
-        ("up", "--detach", "--wait", "policy", "env"),
+        ("up", "--detach", "--wait", "--wait-timeout", "900", "policy", "env"),
         ("up", "--detach", "trainer"),
         ("stop", "policy", "watchdog"),
         ("up", "--detach", "--wait", "policy-eval"),
@@ -85,7 +85,7 @@ def test_a_watcher_starts_with_the_trainer_and_is_waited_for_before_the_final_ev
     stack = FakeStack()
     assert phases(stack, watch=script.Watch.BESIDE) == 0
     assert stack.calls[:2] == [
-        ("up", "--detach", "--wait", "policy", "env", "policy-eval"),
+        ("up", "--detach", "--wait", "--wait-timeout", "900", "policy", "env", "policy-eval"),
         ("up", "--detach", "trainer", "evaluator"),
     ]
     assert stack.calls[-1] == ("evaluator", "final")
