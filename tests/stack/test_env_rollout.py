@@ -258,6 +258,12 @@ class Stack:
         )
         return docker("exec", f"{self.name}-env", "python", "-c", call)
 
+    def asked_of(self, policy: str) -> list[dict[str, Any]]:
+        """Every call that reached a fake policy."""
+        call = "import urllib.request as r; print(r.urlopen('http://localhost:8000/requests').read().decode())"
+        found: list[dict[str, Any]] = json.loads(docker("exec", f"{self.name}-{policy}", "python", "-c", call))
+        return found
+
     def logs(self) -> str:
         command = ["docker", "logs", "--tail", "40", f"{self.name}-env"]
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
@@ -351,6 +357,22 @@ def test_calls_without_token_ids_are_never_trained(outcomes: dict[str, Any]) -> 
 def test_capture_that_the_agents_own_log_contradicts_is_never_trained(outcomes: dict[str, Any]) -> None:
     assert outcomes["usage"]["cause"] == "capture"
     assert "turn_mismatch" in outcomes["usage"]["error"]
+
+
+def test_engine_gets_the_call_that_env_built_of_what_opencode_sends(stack: Stack, outcomes: dict[str, Any]) -> None:
+    calls = [call for call in stack.asked_of("right") if call.get("tools")]  # the probe of the engine has none
+    assert len(calls) == outcomes["right"]["trained_turns"]
+    expected = {
+        "model": "policy", "tool_choice": "auto", "stream": False, "max_tokens": 2048, "temperature": 1.0, "top_p": 1.0,
+        "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+    for call in calls:
+        rest = {name: value for name, value in call.items() if name not in ("messages", "tools", "received_s")}
+        assert rest == expected
+    assert [message["role"] for message in calls[-1]["messages"]] == [
+        "system", "user", *("assistant", "tool") * 2,
+    ]  # fmt: skip
 
 
 def test_sandbox_reaches_its_own_model_calls_and_nothing_else(stack: Stack, outcomes: dict[str, Any]) -> None:
