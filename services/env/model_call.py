@@ -63,7 +63,7 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
         except (ValueError, RecursionError):
             raise MalformedCallError("body must be JSON") from None
     _demand(isinstance(value, dict), "body must be a JSON object")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _listed(asked: Mapping[str, Any], name: str, item: Callable[[Any], dict[str, Any]], most: int) -> list[Any]:
@@ -118,7 +118,7 @@ def _tool(value: Any) -> dict[str, Any]:
 
 def _text(value: Any, name: str) -> str:
     _demand(isinstance(value, str), f"{name} must be a text")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _demand(holds: bool, otherwise: str) -> None:

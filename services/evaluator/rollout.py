@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_attempt, wait_random_exponential
 
-from services.common import causes
+from services.common import causes, control
 from services.common.causes import Cause
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
 from services.common.tasks import Task, prompt_key
 from services.evaluator.cells import Cell, Conditions, Outcome
 
@@ -56,15 +57,18 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-def connect(cfg: Recipe, env_url: str) -> Client:
+def connect(cfg: Recipe, env_url: str, run: RunDir) -> Client:
     """A client of its own for one rollout."""
     from openenv.harbor.client import HarborEnv
 
-    client: Client = HarborEnv(
+    headers = control.headers(run)
+    client = HarborEnv(
         base_url=env_url,
         message_timeout_s=cfg.rollout.outer_timeout_s,
         max_message_size_mb=float(cfg.env.max_message_size_mb),
+        headers=headers,
     )
+    client._http.headers.update(headers)  # OpenEnv gives its ``headers`` to the websocket alone
     return client
 
 

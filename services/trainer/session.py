@@ -25,7 +25,7 @@ from tenacity import (
     wait_exponential,
 )
 
-from services.common import health
+from services.common import control, health
 from services.common.causes import Cause, failure_cause
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
@@ -118,13 +118,14 @@ class HarborSessionFactory(ResourceSessionFactory["HarborSession"]):
                     stop=stop_after_delay(self._cfg.rollout.setup_timeout_s),
                     reraise=True,
                 )
-                self._tasks = by_prompt(patiently(fetch_tasks, self._env_url, self._cfg.tasks.train))
+                self._tasks = by_prompt(patiently(fetch_tasks, self._env_url, self._cfg.tasks.train, self._run))
             return self._tasks
 
 
-def fetch_tasks(env_url: str, suite: str) -> list[ServedTask]:
+def fetch_tasks(env_url: str, suite: str, run: RunDir) -> list[ServedTask]:
     """All tasks of a suite, from the env server's Task API."""
     client = HarborEnv(base_url=env_url)
+    client._http.headers.update(control.headers(run))  # OpenEnv gives its ``headers`` to the websocket alone
     try:
         total = client.num_tasks(suite)
         found = [
@@ -277,6 +278,7 @@ class HarborSession(ResourceSession):
                     connect_timeout_s=CONNECT_TIMEOUT_S,
                     message_timeout_s=self._cfg.rollout.outer_timeout_s,
                     max_message_size_mb=self._cfg.env.max_message_size_mb,
+                    headers=control.headers(self._run),
                 )
                 self._client.connect()
                 return self._client

@@ -46,7 +46,7 @@ TRAINING = {
 
 
 class Advisor(policy.Handler):
-    """The FAKE policy, which refuses a call that says "refuse: ...", with that text, as vLLM repeats what it refuses."""
+    """The FAKE policy, which refuses a call that says "refuse: ..." with that text, as vLLM repeats what it had."""
 
     requests: ClassVar[list[dict[str, Any]]] = []
 

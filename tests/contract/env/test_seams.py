@@ -26,7 +26,7 @@ from services.common.errors import NotReadyError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, app, opencode, sandbox
-from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.rollouts import Allowed, RolloutEnvironment, Scoreboard
 from services.env.sandbox import Sandbox
 from services.env.suites import load
 
@@ -232,7 +232,7 @@ def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:
     assert inspect.iscoroutinefunction(HarborEnvironment._run_rollout)
     assert "timeout_s" in inspect.signature(MCPEnvironment.step_async).parameters
     provider = load(cfg, ROOT / "data" / "tasks")
-    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0)
+    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0, Allowed("docker", frozenset()))
     assert RolloutEnvironment()._provider is provider
     assert "_provider" in HarborEnvironment.get_task.__code__.co_names
 
