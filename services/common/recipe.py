@@ -156,6 +156,12 @@ class Rollout(Section):
 
 
 class Reward(Section):
+    keys: Annotated[tuple[Annotated[str, Field(pattern=r"^[^,\s]+$")], ...], Field(min_length=1)] = (
+        "correctness",
+        "reward",
+    )
+    """Which number of a task's verifier is its verdict: the first of these that the task gives. Any other is ignored. A
+    task that writes ``reward.txt`` gives ``reward``."""
     tool_efficiency_bonus: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     """Correct answers earn ``bonus * max(0, (N - tool_calls) / N)``, N = rollout.max_tool_calling_iterations."""
 

@@ -136,6 +136,7 @@ class Runner:
                     llm_url=self.llm_url,
                     model=model,
                     purpose="eval",
+                    reward_key=",".join(self.under.reward_keys),
                     eval_sampling=dict(self.under.sampling),
                     agent_timeout_sec=self.under.agent_timeout_s,
                     agent_step_limit=self.under.max_model_calls,
@@ -160,7 +161,7 @@ def judge(result: Result, under: Conditions) -> Outcome:
         trial=result.trial_name or "",
     )
     cause = causes.failure_cause(result, training=False)
-    error = f"{result.exception_type or 'error'}: {result.error or 'the verifier gave no reward'}"
+    error = f"{result.exception_type or 'error'}: {causes.told(result)}"
     if cause is None and (fault := _wrong_conditions(result, under)):
         cause, error = fault
     return outcome if cause is None else replace(outcome, reward=None, cause=cause.value, error=error[:MAX_ERROR])

@@ -26,7 +26,7 @@ from tenacity import (
 )
 
 from services.common import control, health
-from services.common.causes import Cause, failure_cause
+from services.common.causes import Cause, failure_cause, told
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
@@ -251,6 +251,7 @@ class HarborSession(ResourceSession):
                 llm_url=f"{self._policy_url}/v1",
                 model=self._cfg.policy.served_model_name,
                 purpose="train",
+                reward_key=",".join(self._cfg.reward.keys),
                 agent_step_limit=rollout.max_tool_calling_iterations,
                 agent_timeout_sec=rollout.agent_timeout_s,
                 sampling=self._sampling,
@@ -289,7 +290,7 @@ class HarborSession(ResourceSession):
 
     def _judge(self, result: HarborRolloutResult, found: list[Breach]) -> TrainingTrace:
         if (cause := failure_cause(result, training=True)) is not None and cause is not Cause.CAPTURE:
-            raise UnscorableRollout(cause, result.error or "no verdict")
+            raise UnscorableRollout(cause, told(result))
         if fatal := [breach for breach in found if breach.fatal]:
             raise UnscorableRollout(Cause.CAPTURE, "; ".join(f"{breach.name}: {breach.detail}" for breach in fatal))
         try:

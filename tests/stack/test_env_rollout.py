@@ -415,7 +415,8 @@ def test_capture_that_the_agents_own_log_contradicts_is_never_trained(outcomes: 
 
 
 def test_engine_gets_the_call_that_env_built_of_what_opencode_sends(stack: Stack, outcomes: dict[str, Any]) -> None:
-    calls = [call for call in stack.asked_of("right") if call.get("tools")]  # the probe of the engine has none
+    # OpenEnv's probe of the engine has no system message.
+    calls = [call for call in stack.asked_of("right") if call["messages"][0]["role"] == "system"]
     assert len(calls) == outcomes["right"]["trained_turns"]
     expected = {
         "model": "policy", "tool_choice": "auto", "stream": False, "max_tokens": 2048, "temperature": 1.0, "top_p": 1.0,

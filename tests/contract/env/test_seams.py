@@ -228,6 +228,24 @@ def test_overridden_methods_are_called_as_ours_are_declared(theirs: Any, ours: A
     assert inspect.iscoroutinefunction(theirs)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ({"correctness": 1.0, "tool_efficiency": 0.8}, 1.0), ({"reward": 0.0, "correctness": 1.0}, 1.0),
+        ({"reward": 0.0}, 0.0), ({"reward": 1.0, "speed": 0.2}, 1.0),
+    ],
+)  # fmt: skip
+def test_verdict_of_a_task_with_several_numbers_is_picked_by_the_recipes_keys(
+    rewards: dict[str, float], verdict: float, cfg: Recipe
+) -> None:
+    assert openenv_rollout._pick_reward(rewards, ",".join(cfg.reward.keys))[0] == verdict
+
+
+def test_task_without_any_of_the_recipes_keys_has_no_verdict(cfg: Recipe) -> None:
+    with pytest.raises(ValueError, match="not in"):
+        openenv_rollout._pick_reward({"speed": 1.0}, ",".join(cfg.reward.keys))
+
+
 def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:
     assert inspect.iscoroutinefunction(HarborEnvironment._run_rollout)
     assert "timeout_s" in inspect.signature(MCPEnvironment.step_async).parameters

@@ -78,7 +78,7 @@ def test_tasks_and_rollouts_are_asked_for_with_the_runs_key(serve: Serve, factor
     assert len(factory.prompt_rows()) == 2
     assert session_of(factory).wait_for_completion() == 0
     run.control_key.write_text("another\n")
-    with pytest.raises(UnscorableRollout, match="401"):
+    with pytest.raises(UnscorableRollout, match=r"^env: "):
         session_of(factory).wait_for_completion()
     with pytest.raises(NotReadyError, match="401"):
         factory_of(serve(lambda _call: result(), key="k").url).prompt_rows()
@@ -111,7 +111,7 @@ def test_call_carries_the_recipe_and_the_workers_sampling(serve: Serve, factory_
         "split": "smoke/train", "task_index": 1, "harness": "opencode", "sandbox": "docker", "purpose": "train",
         "llm_url": "http://policy:8000/v1", "model": cfg.policy.served_model_name, "sampling": SAMPLING,
         "agent_step_limit": cfg.rollout.max_tool_calling_iterations, "agent_timeout_sec": cfg.rollout.agent_timeout_s,
-        "keep_sandbox": False,
+        "keep_sandbox": False, "reward_key": "correctness,reward",
     }  # fmt: skip
     assert {name: call[name] for name in wanted} == wanted
 
@@ -136,6 +136,8 @@ def test_good_rollout_is_handed_over_as_captured(serve: Serve, factory_of: Facto
 
 BAD: list[tuple[Cause, Any]] = [
     (Cause.VERIFIER, result(reward=None)),
+    (Cause.VERIFIER, result(reward=-1.0)),
+    (Cause.VERIFIER, result(reward=37.0)),
     (Cause.VERIFIER, result(ok=False, reward=None, exception_type="VerifierTimeoutError", error="late")),
     (Cause.SANDBOX_CREATE, result(ok=False, reward=None, exception_type="EnvironmentStartTimeoutError", error="x")),
     (Cause.SETUP, result(ok=False, reward=None, exception_type="AgentSetupError", error="old")),
