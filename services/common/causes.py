@@ -30,7 +30,7 @@ class Cause(StrEnum):
     AGENT_CRASH = "agent_crash"
     """The agent ended with an error of its own."""
     VERIFIER = "verifier"
-    """No finite reward came from the verifier."""
+    """No number from 0 to 1 came from the verifier."""
     CAPTURE = "capture"
     """What the proxy recorded is not exactly what was sampled, or holds nothing to train."""
     STALENESS = "staleness"
@@ -92,7 +92,22 @@ def failure_cause(rollout: Rollout, *, training: bool) -> Cause | None:
         return raised or Cause.CAPTURE
     if rollout.reward is None:
         return raised or Cause.VERIFIER
-    return None
+    return None if is_verdict(rollout.reward) else Cause.VERIFIER
+
+
+def is_verdict(reward: float) -> bool:
+    """Whether the verifier's number says how right the answer is. Another one says something else: graders write -1
+    when they broke, and 37 on a scale of their own; neither is a wrong answer, nor a better one than right."""
+    return 0 <= reward <= 1
+
+
+def told(rollout: Rollout) -> str:
+    """What the rollout says of its failure, for a person."""
+    if rollout.error:
+        return rollout.error
+    if rollout.reward is None or is_verdict(rollout.reward):
+        return "the verifier gave no reward"
+    return f"the verifier's reward is {rollout.reward}; allowed is a number from 0 to 1"
 
 
 def _raised(rollout: Rollout) -> Cause | None:

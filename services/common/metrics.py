@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.common import health, run_dir
+from services.common import health, network, run_dir
 from services.common.run_dir import RunDir
 
 PREFIX = "opencode_rl_"
@@ -365,6 +365,7 @@ def serve(service: str, run: RunDir, max_steps: int = 0, host: str = "", port: i
     registry.register(Collector(service, run, max_steps))
     try:
         server, thread = start_http_server(PORTS[service] if port is None else port, host, registry)
+        network.only_from_its_network(server.socket, str(server.server_address[0]))
     except OSError as error:
         logger.warning("metrics are not served", extra={"port": PORTS[service], "error": str(error)})
         yield 0

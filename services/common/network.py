@@ -1,4 +1,4 @@
-"""Which of a container's networks leads to a peer."""
+"""Which of a container's networks leads to a peer, and where a listener may be reached from."""
 
 from __future__ import annotations
 
@@ -44,6 +44,24 @@ def interface_towards(host: str, port: int) -> str:
             if _address(probe, name) == own:
                 return name
     raise OSError(f"no interface has the address {own}, from which {host} is reached")
+
+
+def only_from_its_network(listener: socket.socket, address: str) -> None:
+    """Have a socket take what arrives on the interface of its own address, and nothing else.
+
+    An address alone does not say so: Linux accepts on any interface what is meant for one of its addresses, and answers
+    for all of them on each network. So whoever is on one network of a container reaches what it listens to on another.
+
+    Args: address: the socket's; for all addresses, and for loopback, which no network leads to, nothing changes.
+    Raises: OSError: no interface has it, or the kernel is older than 5.7 and wants a capability for this.
+    """
+    if address == "0.0.0.0" or address.startswith("127."):
+        return
+    for _, name in socket.if_nameindex():
+        if _address(listener, name) == address:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode() + b"\0")
+            return
+    raise OSError(f"no interface has the address {address}")
 
 
 def _address(probe: socket.socket, interface: str) -> str | None:

@@ -118,7 +118,7 @@ class Rollout(Section):
     its sampled tokens."""
     max_open_groups: Positive | None = None
     """Groups that are being made or wait to be trained. Not set: ``(max_staleness + 1) * trainer.groups_per_step``,
-    with which none gets too old. More keep more sandboxes busy, and what got too old is made again."""
+    with which none gets too old, and at most that."""
     refill_silent_groups: Annotated[int, Field(ge=0)] = 0
     """In each step, up to so many groups whose rewards are all equal are replaced by the next group. 0: they take
     their place in the step, and teach nothing."""
@@ -163,6 +163,12 @@ class Rollout(Section):
 
 
 class Reward(Section):
+    keys: Annotated[tuple[Annotated[str, Field(pattern=r"^[^,\s]+$")], ...], Field(min_length=1)] = (
+        "correctness",
+        "reward",
+    )
+    """Which number of a task's verifier is its verdict: the first of these that the task gives. Any other is ignored. A
+    task that writes ``reward.txt`` gives ``reward``."""
     tool_efficiency_bonus: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     """Correct answers earn ``bonus * max(0, (N - tool_calls) / N)``, N = rollout.max_tool_calling_iterations."""
 
@@ -447,10 +453,12 @@ class Recipe(Section):
                 f"sampling.max_completion_tokens is {self.sampling.max_completion_tokens} and model.max_model_len "
                 f"{self.model.max_model_len}; the context must exceed the output cap"
             )
-        if self.max_open_groups < self.trainer.groups_per_step:
+        fewest, most = self.trainer.groups_per_step, (self.rollout.max_staleness + 1) * self.trainer.groups_per_step
+        if not fewest <= self.max_open_groups <= most:
             raise ValueError(
-                f"rollout.max_open_groups is {self.max_open_groups} and trainer.groups_per_step "
-                f"{self.trainer.groups_per_step}; a step needs that many groups at a time"
+                f"rollout.max_open_groups is {self.max_open_groups}; allowed: {fewest} to {most}. A step needs "
+                "trainer.groups_per_step groups, and with more than (max_staleness + 1) times as many the last ones are "
+                "too old when their turn comes"
             )
         if self.env.backend == "hf-sandbox":
             if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:

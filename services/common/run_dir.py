@@ -216,6 +216,11 @@ class RunDir:
         return self.path / "incidents"
 
     @property
+    def control_key(self) -> Path:
+        """The key to env's control plane, for the services alone; written by env."""
+        return self.path / "control.key"
+
+    @property
     def heartbeats(self) -> Path:
         return self.path / "heartbeats"
 

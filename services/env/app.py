@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -22,7 +23,7 @@ from openenv.harbor import rollout as openenv_rollout
 from openenv.harbor.models import HarborState
 from openenv.harbor.serving import HarborService
 
-from services.common import health, metrics, run_dir, signals
+from services.common import control, health, metrics, network, run_dir, signals
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
@@ -30,8 +31,8 @@ from services.env import agent, hub_sandbox, manifest, public, sandbox, suites, 
 from services.env.docker import inspect, make_network
 from services.env.hand_over import hand_over
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
-from services.env.rollouts import RolloutEnvironment, Scoreboard
-from services.env.state import OperatorRoutes
+from services.env.rollouts import Allowed, RolloutEnvironment, Scoreboard
+from services.env.state import OperatorRoutes, WithKey
 from services.env.sweep import sweep
 
 CONTROL_PORT = 8100
@@ -83,6 +84,8 @@ class Places:
     capture_port: int = CAPTURE_PORT
     setup_network: str | None = None
     """Docker network with a way out, for the time of a task's own set-up; None: the recipe grants none."""
+    policy_urls: tuple[str, ...] = ()
+    """The engines that a rollout may ask."""
 
     @property
     def is_public(self) -> bool:
@@ -97,6 +100,8 @@ class Places:
         if cfg.env.backend == "docker" and not network:
             raise RecipeError("SANDBOX_NETWORK is not set; it names the Docker network of the sandboxes and env alone")
         capture_host = os.environ.get("CAPTURE_HOST", "capture")
+        # Each may be several, divided by commas.
+        policies = f"{os.environ.get('POLICY_URL', '')},{os.environ.get('POLICY_EVAL_URL', '')}"
         # OpenEnv's name for the public host of its server: a Space's variable, and a Job's made like it.
         space_host = os.environ.get("SPACE_HOST", "")
         capture_port = int(os.environ.get("CAPTURE_PORT") or (PUBLIC_PORT if space_host else CAPTURE_PORT))
@@ -107,6 +112,7 @@ class Places:
             setup_network=SETUP_NETWORK if cfg.env.healthcheck_internet and cfg.env.backend == "docker" else None,
             control_host=os.environ.get("CONTROL_HOST", "env-control"),
             capture_host=capture_host,
+            policy_urls=tuple(url.rstrip("/") for url in re.split(r"[,\s]+", policies) if url),
             capture_port=capture_port,
             capture_url=os.environ.get("CAPTURE_URL") or own_url,
         )
@@ -194,7 +200,8 @@ def prepare(
     sandbox.Sandbox.configure(cfg)
     hub_sandbox.HubSandbox.configure(cfg)
     agent.register(cfg)
-    RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s)
+    allowed = Allowed(cfg.env.backend, frozenset(f"{url}/v1" for url in places.policy_urls))
+    RolloutEnvironment.serve(provider, board, run.trials, cfg.rollout.outer_timeout_s, allowed)
 
 
 def record(cfg: Recipe, run: RunDir, image: str) -> None:
@@ -266,7 +273,7 @@ def control_app(cfg: Recipe, run: RunDir, tasks_dir: Path | None = None) -> Any:
         **({} if tasks_dir is None else web.pages(tasks_dir, [cfg.tasks.train, cfg.tasks.heldout])),
     )
     app = OperatorRoutes(CancelOnDisconnect(app), run, functools.partial(sweep_backend, cfg, run))
-    return web.ReadOnlyPages(app)
+    return WithKey(web.ReadOnlyPages(app), control.issue(run))
 
 
 # --- Engine and listeners -----------------------------------------------------------------------------------------
@@ -288,7 +295,10 @@ def check_engine(cfg: Recipe, network: str, image: str) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on the one address that our own name has. Raises: NotReadyError: unknown, foreign, taken."""
+    """A listening socket on the one address that our own name has, for who is on that address's network.
+
+    Raises: NotReadyError: the name is unknown, the address foreign or taken, or the kernel too old.
+    """
     try:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
     except socket.gaierror:
@@ -298,11 +308,17 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        network.only_from_its_network(listener, str(address[0]))
         listener.bind(address)
         listener.listen(512)
+    except PermissionError:
+        listener.close()
+        raise NotReadyError(
+            f"this kernel is {os.uname().release}, and 5.7 or newer is needed to listen on one network alone"
+        ) from None
     except OSError as error:
         listener.close()
-        raise NotReadyError(f"cannot listen on {host} ({address[0]}:{port}): {error.strerror}") from None
+        raise NotReadyError(f"cannot listen on {host} ({address[0]}:{port}): {error.strerror or error}") from None
     return listener
 
 

@@ -20,10 +20,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.env import model_call
+
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 """Of one model call, and of all that a session has in flight; a long conversation is below 2 MB."""
 MAX_CALLS = 4
 """Of one session at a time; OpenCode, without sub-agents and titles, makes one."""
+
+
+PATH = "/v1/chat/completions"
 
 
 class DataPlane:
@@ -34,7 +39,7 @@ class DataPlane:
     with them, and an answer in four writes, a call cost a third more.
 
     That handler parses the body before it looks at the key, and JSON takes many times its size in memory. So the key is
-    asked for first, and what a session has in flight is bounded.
+    asked for first, and what a session has in flight is bounded. What it then gets is a call that was built here.
     """
 
     def __init__(self, app: Starlette) -> None:
@@ -67,12 +72,18 @@ class DataPlane:
             return
         sizes.append(size)
         try:
-            response = await self._model_call(scope["path"].lstrip("/"), request)
-            await (await in_one_piece(response))(scope, receive, send)
+            await (await self._answer(request, key))(scope, receive, send)
         finally:
             sizes.remove(size)
             if not sizes:
                 del self._inflight[key]
+
+    async def _answer(self, request: Request, key: str) -> Response:
+        try:
+            call = model_call.build(await request.body(), self._app.state.max_output_tokens)
+        except model_call.MalformedCallError as error:
+            return _error(400, str(error))
+        return await in_one_piece(await self._model_call(PATH.lstrip("/"), BuiltRequest(call, key)))
 
     def _closing(self, send: Send) -> Send:
         """Close the connections to engines when the server ends, on the loop that they belong to; OpenEnv does not."""
@@ -83,6 +94,18 @@ class DataPlane:
             await send(message)
 
         return closing
+
+
+class BuiltRequest(Request):
+    """The call that was built, as OpenEnv's handler reads a request: no header or query of the agent's is in it."""
+
+    def __init__(self, call: model_call.ModelCall, key: str) -> None:
+        headers = [(b"x-api-key", key.encode("latin-1"))]
+        super().__init__({"type": "http", "method": "POST", "path": PATH, "query_string": b"", "headers": headers})
+        self._call = call
+
+    async def json(self) -> Any:
+        return self._call
 
 
 def _handler(app: Starlette) -> Callable[[str, Request], Awaitable[Response]]:
@@ -111,7 +134,7 @@ def _refusal(scope: Scope) -> PlainTextResponse | None:
     call = (scope["method"], scope["path"])
     if call == ("GET", "/health"):
         return None
-    if call != ("POST", "/v1/chat/completions"):
+    if call != ("POST", PATH):
         return PlainTextResponse("not found", status_code=404)
     length = dict(scope["headers"]).get(b"content-length", b"")
     if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
@@ -162,11 +185,15 @@ class FreshUpstreamPool(UpstreamPool):
     """OpenEnv's pool of probed engines, which forgets an engine that did not answer with tokens.
 
     OpenEnv keeps the first verdict for good: one probe while the policy restarts, and no later rollout can train. Its
-    client, one an engine, holds back all calls but 100: httpx's default, less than rollouts may be in flight.
+    client, one an engine, holds back all calls but 100: httpx's default, less than rollouts may be in flight. And it
+    takes advice out of an engine's error messages ("set X to 'Y'"), for all later calls of all sessions. Those messages
+    repeat what a caller wrote, so it would be any sandbox's advice: here a call that is refused is refused.
     """
 
     async def resolve(self, upstream: Any) -> Any:
         client, level = await super().resolve(upstream)
+        client.param_fixes = ()  # nothing can be added to it
+        client._post = client._post_with_retries  # and nothing is: _post is what asks for advice
         if level != "tokens":
             self.forget(upstream)
         elif client._client is None:

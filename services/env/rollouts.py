@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,8 @@ PHASES = {
     "verifier": "verifier",
 }
 """Harbor's name of a phase -> ours in ``phase_timings``. The rest of ``wall_s`` is healthcheck and teardown."""
+
+_ARGUMENTS = inspect.signature(HarborEnvironment._run_rollout)
 
 
 class Scoreboard:
@@ -62,6 +67,33 @@ class Scoreboard:
             }
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What a rollout may be asked for. env starts and calls it, so that nobody can have it start or call another."""
+
+    sandbox: str
+    """The recipe's backend."""
+    llm_urls: frozenset[str]
+    """Of the policies that env was started with."""
+    harness: str = "opencode"
+
+    def refusal(self, asked: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of OpenEnv's ``run_rollout``; None if nothing is."""
+        only: dict[str, Collection[Any]] = {
+            "harness": [self.harness], "sandbox": [self.sandbox], "llm_url": sorted(self.llm_urls),
+            "keep_sandbox": [False], "force_build": [False], "api_key": [""], "auth_header": [""],
+            "provider": ["openai"], "purpose": ["train", "eval"],
+        }  # fmt: skip
+        for name, allowed in only.items():
+            if asked[name] not in allowed:
+                return f"{name} is {asked[name]!r}; allowed: {', '.join(map(repr, allowed)) or 'none'}"
+        sampling = "sampling" if asked["purpose"] == "train" else "eval_sampling"
+        for name in (sampling, "agent_timeout_sec", "agent_step_limit"):
+            if not asked[name]:
+                return f"{name} is not set; a rollout to {asked['purpose']} needs it"
+        return None
+
+
 class RolloutEnvironment(HarborEnvironment):
     """One instance a session; what they share is set once, on the class, as OpenEnv's own does it."""
 
@@ -69,10 +101,14 @@ class RolloutEnvironment(HarborEnvironment):
     board: ClassVar[Scoreboard]
     trials: ClassVar[Path]
     outer_timeout_s: ClassVar[float]
+    allowed: ClassVar[Allowed]
 
     @classmethod
-    def serve(cls, suites: SuiteProvider, board: Scoreboard, trials: Path, outer_timeout_s: float) -> None:
+    def serve(
+        cls, suites: SuiteProvider, board: Scoreboard, trials: Path, outer_timeout_s: float, allowed: Allowed
+    ) -> None:
         cls.suites, cls.board, cls.trials, cls.outer_timeout_s = suites, board, trials, outer_timeout_s
+        cls.allowed = allowed
         cls.configure(datasets=[split["name"] for split in suites.list_splits()])
 
     def __init__(self) -> None:
@@ -85,6 +121,10 @@ class RolloutEnvironment(HarborEnvironment):
 
     @override
     async def _run_rollout(self, split: str, task_index: int, *args: Any, **kwargs: Any) -> str:
+        asked = _ARGUMENTS.bind(self, split, task_index, *args, **kwargs)
+        asked.apply_defaults()
+        if refusal := self.allowed.refusal(asked.arguments):
+            raise ValueError(refusal)
         cause: str | None = Cause.ENV  # unless it ends by itself: a cancelled call, or a bug
         number = self.board.started(self.suites.task_name(split, task_index))
         try:

@@ -1,7 +1,7 @@
 """What env alone can see and do for others: the engine's view of the run, and a sweep of what nobody uses.
 
 Two routes beside the control plane, for the watchdog: ``GET /state`` for its incident bundles, ``POST /sweep`` after it
-stopped a run. Nothing here takes an argument, and sandboxes do not reach this port.
+stopped a run. Nothing here takes an argument. Sandboxes do not reach this port; ``WithKey`` stands before all of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common import run_dir
+from services.common import control, run_dir
 from services.common.run_dir import RunDir
 from services.env.docker import DockerError, docker
 from services.env.ledger import Ledger
@@ -53,6 +53,26 @@ class OperatorRoutes:
             return JSONResponse({"removed": self._sweep()})
         except (DockerError, OSError) as error:
             return JSONResponse({"error": str(error)}, status_code=503)
+
+
+class WithKey:
+    """An ASGI application for callers with the run's key; ``GET /health`` is for all."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] == "lifespan" or (scope.get("method"), scope["path"]) == ("GET", "/health")
+        if is_open or control.is_right(dict(scope["headers"]), self._key):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            text = f"this needs the run's key: user {control.USER}, password from control.key in the run's folder\n"
+            headers = {"WWW-Authenticate": 'Basic realm="control.key of the run"'}
+            await PlainTextResponse(text, status_code=401, headers=headers)(scope, receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": "this needs the run's key"})
 
 
 def state(run: RunDir) -> dict[str, Any]:

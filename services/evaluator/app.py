@@ -90,7 +90,7 @@ class Evaluator:
         self._http = httpx.Client(timeout=HTTP_TIMEOUT_S)
         self._policy = adapters.PolicyEval(peers.policy_eval_url, self._http)
         self._announce = announce
-        self._connect = connect or functools.partial(rollout.connect, cfg, peers.env_url)
+        self._connect = connect or functools.partial(rollout.connect, cfg, peers.env_url, run)
         self._probed = False
 
     def question(self, limit: int | None = None, names: Sequence[str] = ()) -> Question:

@@ -34,6 +34,7 @@ class Conditions:
     model_revision: str
     sampling: Mapping[str, float]
     """``temperature``, ``top_p``, ``top_k`` as asked of the capture proxy."""
+    reward_keys: tuple[str, ...]
     max_completion_tokens: int
     max_model_calls: int
     agent_timeout_s: float
@@ -56,6 +57,7 @@ def conditions(cfg: Recipe, manifest: Mapping[str, Any] | None, *, greedy: bool 
         model=cfg.model.id,
         model_revision=_model_revision(cfg),
         sampling=eval_sampling(cfg, greedy=greedy),
+        reward_keys=cfg.reward.keys,
         max_completion_tokens=cfg.sampling.max_completion_tokens,
         max_model_calls=cfg.rollout.max_tool_calling_iterations,
         agent_timeout_s=cfg.rollout.agent_timeout_s,

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_attempt, wait_random_exponential
 
-from services.common import causes
+from services.common import causes, control
 from services.common.causes import Cause
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
+from services.common.run_dir import RunDir
 from services.common.tasks import Task, prompt_key
 from services.evaluator.cells import Cell, Conditions, Outcome
 
@@ -56,15 +57,18 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-def connect(cfg: Recipe, env_url: str) -> Client:
+def connect(cfg: Recipe, env_url: str, run: RunDir) -> Client:
     """A client of its own for one rollout."""
     from openenv.harbor.client import HarborEnv
 
-    client: Client = HarborEnv(
+    headers = control.headers(run)
+    client = HarborEnv(
         base_url=env_url,
         message_timeout_s=cfg.rollout.outer_timeout_s,
         max_message_size_mb=float(cfg.env.max_message_size_mb),
+        headers=headers,
     )
+    client._http.headers.update(headers)  # OpenEnv gives its ``headers`` to the websocket alone
     return client
 
 
@@ -132,6 +136,7 @@ class Runner:
                     llm_url=self.llm_url,
                     model=model,
                     purpose="eval",
+                    reward_key=",".join(self.under.reward_keys),
                     eval_sampling=dict(self.under.sampling),
                     agent_timeout_sec=self.under.agent_timeout_s,
                     agent_step_limit=self.under.max_model_calls,
@@ -156,7 +161,7 @@ def judge(result: Result, under: Conditions) -> Outcome:
         trial=result.trial_name or "",
     )
     cause = causes.failure_cause(result, training=False)
-    error = f"{result.exception_type or 'error'}: {result.error or 'the verifier gave no reward'}"
+    error = f"{result.exception_type or 'error'}: {causes.told(result)}"
     if cause is None and (fault := _wrong_conditions(result, under)):
         cause, error = fault
     return outcome if cause is None else replace(outcome, reward=None, cause=cause.value, error=error[:MAX_ERROR])

@@ -119,6 +119,8 @@ def _of_one_turn(turn: Turn, sampling: Sampling) -> Iterator[Breach]:
         yield Breach("finish_reason", f"{where} ended with {turn.finish_reason!r}; known: {', '.join(FINISH_REASONS)}")
     if turn.finish_reason == "length":
         yield Breach("cut_by_length", f"{where} reached the output cap", fatal=False)
+    if len(ids) > sampling.max_completion_tokens:
+        yield Breach("over_the_cap", f"{where} has {len(ids)} tokens; the cap is {sampling.max_completion_tokens}")
     if not ids:
         yield Breach("empty_completion", f"{where} has no sampled token", fatal=False)
     if mask is None or len(mask) != len(turn.prompt_token_ids) + len(ids):

@@ -77,6 +77,7 @@ class StoppableWorker(HarnessRolloutWorker):
     """A worker with our loop, which makes the groups that the scheduler asks for."""
 
     _loop_cls = RolloutLoop
+    _process: Any
 
     def __init__(self, *, stop: StopFlag, **kwargs: Any) -> None:
         """Args: stop: set by SIGTERM and SIGINT. kwargs: of TRL's worker and of ``RolloutLoop``."""

@@ -25,8 +25,8 @@ from tenacity import (
     wait_exponential,
 )
 
-from services.common import health
-from services.common.causes import Cause, failure_cause
+from services.common import control, health
+from services.common.causes import Cause, failure_cause, told
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
@@ -132,13 +132,14 @@ class HarborSessionFactory(ResourceSessionFactory["HarborSession"]):
                     stop=stop_after_delay(self._cfg.rollout.setup_timeout_s),
                     reraise=True,
                 )
-                self._tasks = by_prompt(patiently(fetch_tasks, self._env_url, self._cfg.tasks.train))
+                self._tasks = by_prompt(patiently(fetch_tasks, self._env_url, self._cfg.tasks.train, self._run))
             return self._tasks
 
 
-def fetch_tasks(env_url: str, suite: str) -> list[ServedTask]:
+def fetch_tasks(env_url: str, suite: str, run: RunDir) -> list[ServedTask]:
     """All tasks of a suite, from the env server's Task API."""
     client = HarborEnv(base_url=env_url)
+    client._http.headers.update(control.headers(run))  # OpenEnv gives its ``headers`` to the websocket alone
     try:
         total = client.num_tasks(suite)
         found = [
@@ -267,6 +268,7 @@ class HarborSession(ResourceSession):
                 llm_url=f"{self._policy_url}/v1",
                 model=self._cfg.policy.served_model_name,
                 purpose="train",
+                reward_key=",".join(self._cfg.reward.keys),
                 agent_step_limit=rollout.max_tool_calling_iterations,
                 agent_timeout_sec=rollout.agent_timeout_s,
                 sampling=self._sampling,
@@ -294,6 +296,7 @@ class HarborSession(ResourceSession):
                     connect_timeout_s=CONNECT_TIMEOUT_S,
                     message_timeout_s=self._cfg.rollout.outer_timeout_s,
                     max_message_size_mb=self._cfg.env.max_message_size_mb,
+                    headers=control.headers(self._run),
                 )
                 self._client.connect()
                 return self._client
@@ -304,7 +307,7 @@ class HarborSession(ResourceSession):
 
     def _judge(self, result: HarborRolloutResult, found: list[Breach]) -> TrainingTrace:
         if (cause := failure_cause(result, training=True)) is not None and cause is not Cause.CAPTURE:
-            raise UnscorableRollout(cause, result.error or "no verdict")
+            raise UnscorableRollout(cause, told(result))
         if fatal := [breach for breach in found if breach.fatal]:
             raise UnscorableRollout(Cause.CAPTURE, "; ".join(f"{breach.name}: {breach.detail}" for breach in fatal))
         try:

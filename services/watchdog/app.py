@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import httpx
 
-from services.common import run_dir
+from services.common import control, run_dir
 from services.common.errors import RecipeError
 from services.common.health import Pulse
 from services.common.recipe import Recipe
@@ -108,7 +108,9 @@ class Watchdog:
     def _sweep(self) -> None:
         """Ask env, which alone reaches the engine, to remove sandboxes that no rollout of its own runs in."""
         try:
-            answer = self._client.post(f"{self._peers['env']}/sweep", timeout=SWEEP_TIMEOUT_S)
+            answer = self._client.post(
+                f"{self._peers['env']}/sweep", headers=control.headers(self._run), timeout=SWEEP_TIMEOUT_S
+            )
             logger.info("sandboxes swept", extra={"status": answer.status_code, "answer": answer.text[:200]})
         except httpx.HTTPError as error:
             logger.warning("env cannot sweep now; it will when it starts or ends", extra={"error": str(error)})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from services.common import run_dir
+from services.common import control, run_dir
 from services.common.run_dir import RunDir
 from services.watchdog.plan import Decision, Observations
 
@@ -39,8 +39,9 @@ def write_bundle(
         if source.is_file():
             (aside / f"{source.name}.tail").write_bytes(tail(source, LOG_TAIL_BYTES))
     for peer, url in peers.items():
+        headers = control.headers(run) if peer == "env" else {}
         for page in PAGES.get(peer, ("health",)):
-            (aside / f"{peer}-{page}.txt").write_text(_page(client, f"{url}/{page}"))
+            (aside / f"{peer}-{page}.txt").write_text(_page(client, f"{url}/{page}", headers))
     folder = _free_name(run.incidents / f"watchdog-{name}")
     os.rename(aside, folder)
     return folder
@@ -56,9 +57,9 @@ def tail(path: Path, size_bytes: int) -> bytes:
     return data if length <= size_bytes else data[data.find(b"\n") + 1 :]
 
 
-def _page(client: httpx.Client, url: str) -> str:
+def _page(client: httpx.Client, url: str, headers: Mapping[str, str]) -> str:
     try:
-        response = client.get(url, timeout=PROBE_TIMEOUT_S)
+        response = client.get(url, headers=headers, timeout=PROBE_TIMEOUT_S)
     except httpx.HTTPError as error:
         return f"no answer from {url}: {type(error).__name__}: {error}\n"
     return f"{url} -> {response.status_code}\n{response.text}"

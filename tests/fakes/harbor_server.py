@@ -17,6 +17,8 @@ from openenv.core.env_server.mcp_environment import CallToolAction, CallToolObse
 from openenv.core.env_server.types import Observation, State
 from openenv.harbor.models import HarborRolloutResult, HarborTurn
 
+from services.env.state import WithKey
+
 SPLIT = "smoke/train"
 SAMPLING = {
     "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -44,9 +46,12 @@ def result(**differs: Any) -> HarborRolloutResult:
 
 
 class FakeHarborServer:
-    """Serves until ``stop``. ``answer`` maps the arguments of a call to a result, an exception, or seconds to wait."""
+    """Serves until ``stop``. ``answer`` maps the arguments of a call to a result, an exception, or seconds to wait.
+    ``key``: of env's control plane, which the real gate then asks for."""
 
-    def __init__(self, instructions: list[str], answer: Callable[[dict[str, Any]], Any], port: int = 0) -> None:
+    def __init__(
+        self, instructions: list[str], answer: Callable[[dict[str, Any]], Any], port: int = 0, key: str = ""
+    ) -> None:
         self.calls: list[dict[str, Any]] = []
         self._answer = answer
         environment = partial(FakeHarborEnvironment, instructions, self._run_rollout)
@@ -57,7 +62,8 @@ class FakeHarborServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        served = WithKey(app, key) if key else app
+        self._server = uvicorn.Server(uvicorn.Config(served, log_level="error", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         while not self._server.started:

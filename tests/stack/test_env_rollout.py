@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import pytest
 
-from services.common import run_dir
+from services.common import control, run_dir
 from services.trainer import rollout_log
 
 pytestmark = pytest.mark.timeout(1800)  # seven rollouts at a time are one fixture, which counts in the first test
@@ -33,6 +33,11 @@ SHORT_TIMEOUT_S = 180
 """Enough for one command, not for the one that sleeps; on a busy machine OpenCode takes half a minute to start."""
 START_LIMIT_S = 300
 GONE_LIMIT_S = 120
+POLICIES = (
+    "right", "wrong", "probe", "forge", "slow", "nobody", "no-ids", "usage", "exhaust", "beside", "disk", "output",
+    "lost", "used", "killed", "stopped", "orphan", "doors-true", "doors-false", "edit", "two", "ambiguous",
+)  # fmt: skip
+"""Names of the fake policies that env is started with, here and in the tests that use this stack."""
 SECRET = "planted-token-0123456789"
 
 RECIPE = f"""
@@ -94,6 +99,24 @@ print("VARIABLES", sorted(n for n in os.environ if "TOKEN" in n or "SECRET" in n
 print("UID", os.getuid(), "SUDO", os.system("su -c true root < /dev/null > /dev/null 2>&1") == 0)
 for path in ("/usr/local/bin/opencode", "/usr/bin/python3", "/etc/passwd", "/tests", "/bin"):
     if os.access(path, os.W_OK): print("WRITABLE", path)
+"""
+
+# An address is not an interface: a process may name the device that its packets leave by, without a route or a right.
+DOORS = """
+import socket
+def opens(address, port, device):
+    door = socket.socket()
+    door.settimeout(2)
+    try:
+        if device: door.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        door.connect((address, port))
+        return True
+    except OSError: return False
+    finally: door.close()
+for address in ADDRESSES:
+    for port in (8100, 8101, 9102):
+        for device in ("", "eth0"):
+            if opens(address, port, device): print("OPEN", address, port, device or "plain")
 """
 
 # Everything by which a graded answer could be forged without being right, left behind as files and as a process.
@@ -186,7 +209,9 @@ class Stack:
             "create", "--name", f"{self.name}-env", *self.options(), "--cap-drop", "ALL",
             *(part for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL") for part in ("--cap-add", name)),
             "--security-opt", "no-new-privileges:true", "--volume", "/var/run/docker.sock:/var/run/docker.sock",
+            "--sysctl", "net.ipv4.conf.all.arp_ignore=1", "--sysctl", "net.ipv4.conf.all.rp_filter=1",
             "--env", f"SANDBOX_NETWORK={self.network('sandboxes')}", "--env", f"HF_TOKEN={SECRET}",
+            "--env", f"POLICY_URL={','.join(f'http://{name}:8000' for name in POLICIES)}",
             "--network", self.network("control"), "--network-alias", "env-control",
             IMAGE, "python", "-m", "services.env",
         )  # fmt: skip
@@ -252,11 +277,24 @@ class Stack:
 
     def control(self, method: str, path: str) -> str:
         """Ask env's control plane, from inside env."""
+        headers = control.headers(self.run)
         call = (
-            f"import urllib.request as r; asked = r.Request('http://env-control:8100{path}', method='{method}'); "
+            f"import urllib.request as r; "
+            f"asked = r.Request('http://env-control:8100{path}', method='{method}', headers={headers}); "
             "print(r.urlopen(asked, timeout=60).read().decode())"
         )
         return docker("exec", f"{self.name}-env", "python", "-c", call)
+
+    def addresses(self) -> dict[str, str]:
+        """Network -> env's address there."""
+        told = json.loads(docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", f"{self.name}-env"))
+        return {name.removeprefix(f"{self.name}-"): network["IPAddress"] for name, network in told.items()}
+
+    def asked_of(self, policy: str) -> list[dict[str, Any]]:
+        """Every call that reached a fake policy."""
+        call = "import urllib.request as r; print(r.urlopen('http://localhost:8000/requests').read().decode())"
+        found: list[dict[str, Any]] = json.loads(docker("exec", f"{self.name}-{policy}", "python", "-c", call))
+        return found
 
     def logs(self) -> str:
         command = ["docker", "logs", "--tail", "40", f"{self.name}-env"]
@@ -288,6 +326,29 @@ def wait_for(condition: Any, limit_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {limit_s} s"
         time.sleep(0.5)
+
+
+@contextmanager
+def host_filters_bridges(filters: bool) -> Iterator[None]:
+    """Whether the host's firewall sees what goes from port to port of a bridge, as some hosts have it and some do not.
+
+    Where it does, Docker's own rules keep networks apart; where it does not, only what the stack does itself.
+    """
+    knob = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+    if not knob.exists():
+        pytest.skip("br_netfilter is not loaded: this host's firewall sees no bridge, and cannot be told to")
+
+    def set_to(value: str) -> None:
+        write = f"open('{knob}', 'w').write('{value}')"
+        docker("run", "--rm", "--privileged", "--user", "root", "--network", "host", IMAGE, "python", "-c", write)
+        assert knob.read_text().strip() == value
+
+    before = knob.read_text().strip()
+    try:
+        set_to(str(int(filters)))
+        yield
+    finally:
+        set_to(before)
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +424,23 @@ def test_capture_that_the_agents_own_log_contradicts_is_never_trained(outcomes: 
     assert "turn_mismatch" in outcomes["usage"]["error"]
 
 
+def test_engine_gets_the_call_that_env_built_of_what_opencode_sends(stack: Stack, outcomes: dict[str, Any]) -> None:
+    # OpenEnv's probe of the engine has no system message.
+    calls = [call for call in stack.asked_of("right") if call["messages"][0]["role"] == "system"]
+    assert len(calls) == outcomes["right"]["trained_turns"]
+    expected = {
+        "model": "policy", "tool_choice": "auto", "stream": False, "max_tokens": 2048, "temperature": 1.0, "top_p": 1.0,
+        "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+    for call in calls:
+        rest = {name: value for name, value in call.items() if name not in ("messages", "tools", "received_s")}
+        assert rest == expected
+    assert [message["role"] for message in calls[-1]["messages"]] == [
+        "system", "user", *("assistant", "tool") * 2,
+    ]  # fmt: skip
+
+
 def test_sandbox_reaches_its_own_model_calls_and_nothing_else(stack: Stack, outcomes: dict[str, Any]) -> None:
     assert outcomes["probe"]["cause"] is None
     findings = stack.tool_results("probe").split("\n")
@@ -373,6 +451,28 @@ def test_sandbox_reaches_its_own_model_calls_and_nothing_else(stack: Stack, outc
     assert "SOCKET []" in findings
     assert "VARIABLES []" in findings
     assert "UID 10002 SUDO False" in findings
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_sandbox_reaches_none_of_env_s_addresses_but_the_proxy_s_by_no_device(stack: Stack, filters: bool) -> None:
+    addresses = stack.addresses()
+    assert sorted(addresses) == ["control", "sandboxes", "train"]
+    name = f"doors-{filters}".lower()
+    doors = DOORS.replace("ADDRESSES", repr(sorted(addresses.values())))
+    with host_filters_bridges(filters):
+        outcome = stack.rollouts(**{name: stack.policy(name, f"python3 - <<'END'\n{doors}\nEND")})[name]
+    assert outcome["cause"] is None
+    found = [line for line in stack.tool_results(name).split("\n") if line.startswith("OPEN")]
+    proxy = addresses["sandboxes"]
+    assert found == [f"OPEN {proxy} 8101 plain", f"OPEN {proxy} 8101 eth0"]
+
+
+def test_sandboxes_find_no_key_of_the_control_plane(stack: Stack, outcomes: dict[str, Any]) -> None:
+    key = control.read(stack.run)
+    assert key and (stack.run.control_key.stat().st_mode & 0o777) == 0o640
+    for path in stack.run.path.rglob("*"):
+        assert path == stack.run.control_key or not path.is_file() or key.encode() not in path.read_bytes(), path
+    assert key not in stack.logs()
 
 
 def test_task_s_own_set_up_has_a_way_out_and_the_agent_has_none(stack: Stack, outcomes: dict[str, Any]) -> None:

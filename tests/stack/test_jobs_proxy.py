@@ -33,6 +33,7 @@ class JobStack(Stack):
             *(part for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL") for part in ("--cap-add", name)),
             "--security-opt", "no-new-privileges:true", "--volume", "/var/run/docker.sock:/var/run/docker.sock",
             "--env", f"SANDBOX_NETWORK={self.network('sandboxes')}", "--env", "CAPTURE_HOST=job",
+            "--env", "POLICY_URL=http://right:8000",
             "--env", "CAPTURE_PORT=8000", "--env", f"CAPTURE_URL=http://jobs-proxy:{PROXY_PORT}/capture",
             "--network", self.network("control"), "--network-alias", "env-control", "--network-alias", "job",
             IMAGE, "python", "-m", "services.env",

@@ -1,9 +1,10 @@
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from services.common.causes import Cause, failure_cause
+from services.common.causes import Cause, failure_cause, told
 
 
 def rollout(**differs: Any) -> SimpleNamespace:
@@ -14,7 +15,15 @@ def rollout(**differs: Any) -> SimpleNamespace:
     return SimpleNamespace(**good | differs)
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize("reward", [-1.0, -1e-9, 1.0000001, 2.0, 37.0, 1e30, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("differs", [{}, {"exception_type": "AgentTimeoutError"}])
+def test_number_that_is_no_verdict_is_the_verifiers_failure(reward: float, differs: dict[str, Any]) -> None:
+    found = rollout(reward=reward, **differs)
+    assert failure_cause(found, training=True) is failure_cause(found, training=False) is Cause.VERIFIER
+    assert told(found) == f"the verifier's reward is {reward}; allowed is a number from 0 to 1"
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
 def test_graded_answer_is_scored_right_or_wrong(reward: float) -> None:
     assert failure_cause(rollout(reward=reward), training=True) is None
 

@@ -25,6 +25,7 @@ from tests.fakes import jobs_proxy
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "key-of-this-process"
+CALL = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def echo(path: str, request: Request) -> JSONResponse:
@@ -43,6 +44,7 @@ def server() -> Iterator[str]:
     """An application in place of OpenEnv's, with every route, behind ours."""
     inner = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
     inner.state.registry = Everybody()
+    inner.state.max_output_tokens = 64
     inner.state.upstreams = FreshUpstreamPool(default_client=None, default_level="text")
     listener = bind("127.0.0.1", 0)
     running = Server("public", Mounted(DataPlane(inner), KEY), listener)
@@ -71,7 +73,7 @@ def proxy(server: str) -> Iterator[Any]:
 
 def test_model_calls_and_health_are_there_and_nothing_else(server: str) -> None:
     with httpx.Client(base_url=server) as client:
-        called = client.post("/capture/v1/chat/completions", json={}, headers={"x-api-key": "s1"})
+        called = client.post("/capture/v1/chat/completions", json=CALL, headers={"x-api-key": "s1"})
         assert called.json() == {"path": "v1/chat/completions", "key": "s1"}
         assert client.get("/capture/health", headers={"x-api-key": KEY}).json() == {"status": "ok", "key": True}
         assert client.get("/capture/health", headers={"x-api-key": "other"}).json() == {"status": "ok", "key": False}

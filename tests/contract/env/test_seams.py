@@ -30,7 +30,7 @@ from services.common.recipe import Recipe
 from services.common.run_dir import RunDir
 from services.env import agent, app, opencode, sandbox
 from services.env.hub_sandbox import HubSandbox
-from services.env.rollouts import RolloutEnvironment, Scoreboard
+from services.env.rollouts import Allowed, RolloutEnvironment, Scoreboard
 from services.env.sandbox import Sandbox
 from services.env.suites import load
 
@@ -242,11 +242,29 @@ def test_the_installed_versions_are_those_that_were_checked() -> None:
         assert found.startswith(version), f"{package} {found}: docs/upstream.md was checked with {version}x only"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ({"correctness": 1.0, "tool_efficiency": 0.8}, 1.0), ({"reward": 0.0, "correctness": 1.0}, 1.0),
+        ({"reward": 0.0}, 0.0), ({"reward": 1.0, "speed": 0.2}, 1.0),
+    ],
+)  # fmt: skip
+def test_verdict_of_a_task_with_several_numbers_is_picked_by_the_recipes_keys(
+    rewards: dict[str, float], verdict: float, cfg: Recipe
+) -> None:
+    assert openenv_rollout._pick_reward(rewards, ",".join(cfg.reward.keys))[0] == verdict
+
+
+def test_task_without_any_of_the_recipes_keys_has_no_verdict(cfg: Recipe) -> None:
+    with pytest.raises(ValueError, match="not in"):
+        openenv_rollout._pick_reward({"speed": 1.0}, ",".join(cfg.reward.keys))
+
+
 def test_rollout_environment_overrides_what_openenv_calls(cfg: Recipe) -> None:
     assert inspect.iscoroutinefunction(HarborEnvironment._run_rollout)
     assert "timeout_s" in inspect.signature(MCPEnvironment.step_async).parameters
     provider = load(cfg, ROOT / "data" / "tasks")
-    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0)
+    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), 5.0, Allowed("docker", frozenset()))
     assert RolloutEnvironment()._provider is provider
     assert "_provider" in HarborEnvironment.get_task.__code__.co_names
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 import shutil
 import socket
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,34 @@ from openenv.core.harness.capture.sessions import Upstream
 from openenv.harbor.serving import HarborService
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
+from services.common import control, metrics
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
-from services.common.run_dir import RunDir
+from services.common.run_dir import APP_UID, RunDir
 from services.common.tasks import COMPOSE_FILE, load_suite
 from services.env import app, http
 from services.env.http import CancelOnDisconnect, DataPlane, FreshUpstreamPool
-from services.env.rollouts import RolloutEnvironment, Scoreboard, phase_timings
+from services.env.rollouts import Allowed, RolloutEnvironment, Scoreboard, phase_timings
 from services.env.suites import SuiteProvider, load
 from tests.fakes import policy
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = ROOT / "data" / "tasks"
+ALLOWED = Allowed("docker", frozenset({"http://policy:8000/v1", "http://policy-eval:8000/v1"}))
+ASKED: dict[str, Any] = {
+    "harness": "opencode", "sandbox": "docker", "reward_key": "", "keep_sandbox": False, "force_build": False,
+    "llm_url": "http://policy:8000/v1", "model": "policy", "agent_timeout_sec": 60.0, "agent_step_limit": 4,
+    "sampling": {"temperature": 1.0}, "purpose": "train",
+}  # fmt: skip
+"""Arguments of a rollout as the trainer gives them."""
+
+
+def control_header(key: str) -> dict[str, str]:
+    return {"Authorization": control._basic(key)}
+
+
 PLACES = app.Places(TASKS, "sandboxes", "env-control", "capture", "http://capture:8101")
 
 
@@ -212,26 +229,96 @@ def test_engine_that_was_away_is_asked_again(start_policy: Callable[..., str]) -
 @pytest.fixture
 def provider(cfg: Recipe) -> SuiteProvider:
     provider = load(cfg, TASKS)
-    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), cfg.rollout.outer_timeout_s)
+    RolloutEnvironment.serve(provider, Scoreboard(), Path("/nowhere"), cfg.rollout.outer_timeout_s, ALLOWED)
     return provider
 
 
-def test_task_api_serves_the_pinned_tasks_in_order(cfg: Recipe, provider: SuiteProvider) -> None:
+@pytest.fixture
+def control_plane(cfg: Recipe, provider: SuiteProvider, run: RunDir) -> Iterator[TestClient]:
+    with TestClient(app.control_app(cfg, run)) as client:
+        yield client
+
+
+def test_task_api_serves_the_pinned_tasks_in_order(cfg: Recipe, run: RunDir, control_plane: TestClient) -> None:
     pinned = load_suite(TASKS, cfg.tasks.train)
-    with TestClient(app.control_app(cfg, RunDir(Path("/nowhere")))) as client:
-        assert client.get("/health").status_code == 200
-        assert client.get("/harbor_env/splits").json() == [
-            {"name": cfg.tasks.train, "num_tasks": len(pinned)},
-            {"name": cfg.tasks.heldout, "num_tasks": 4},
-        ]
-        answer = client.post("/harbor_env/task_range", json={"split": cfg.tasks.train, "start": 0, "stop": 100})
+    control_plane.headers.update(control.headers(run))
+    assert control_plane.get("/harbor_env/splits").json() == [
+        {"name": cfg.tasks.train, "num_tasks": len(pinned)},
+        {"name": cfg.tasks.heldout, "num_tasks": 4},
+    ]
+    answer = control_plane.post("/harbor_env/task_range", json={"split": cfg.tasks.train, "start": 0, "stop": 100})
     served = [(task["index"], task["task_name"], task["instruction"]) for task in answer.json()["tasks"]]
     assert served == [(index, task.name, task.instruction.strip()) for index, task in enumerate(pinned)]
 
 
-def test_control_plane_has_no_web_pages(cfg: Recipe, provider: SuiteProvider) -> None:
-    with TestClient(app.control_app(cfg, RunDir(Path("/nowhere")))) as client:
-        assert client.get("/web").status_code == 404
+def test_control_plane_has_no_web_pages(run: RunDir, control_plane: TestClient) -> None:
+    assert control_plane.get("/web", headers=control.headers(run)).status_code == 404
+
+
+@pytest.mark.parametrize("headers", [{}, control_header("other"), {"Authorization": "Basic !"}, {"Authorization": ""}])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/state"), ("POST", "/sweep"), ("GET", "/harbor_env/splits"), ("POST", "/harbor_env/task"),
+        ("POST", "/reset"), ("POST", "/step"), ("GET", "/state/"), ("GET", "/docs"), ("GET", "/openapi.json"),
+        ("GET", "/schema"), ("GET", "/metadata"), ("POST", "/mcp"), ("POST", "/health"), ("GET", "/health/"),
+        ("GET", "/web"), ("GET", "/nothing"),
+    ],
+)  # fmt: skip
+def test_control_plane_wants_the_runs_key_for_all_but_its_health(
+    control_plane: TestClient, method: str, path: str, headers: dict[str, str]
+) -> None:
+    assert control_plane.request(method, path, headers=headers).status_code == 401
+    assert control_plane.get("/health", headers=headers).status_code == 200
+
+
+def test_control_planes_websocket_wants_the_runs_key(run: RunDir, control_plane: TestClient) -> None:
+    for headers in ({}, control_header("other")):
+        with pytest.raises(WebSocketDisconnect), control_plane.websocket_connect("/ws", headers=headers):
+            pass
+    with control_plane.websocket_connect("/ws", headers=control.headers(run)):
+        pass
+
+
+def test_key_of_the_control_plane_is_the_services_and_outlives_a_restart(run: RunDir) -> None:
+    assert control.headers(run) == {}
+    key = control.issue(run)
+    assert len(key) >= 40 and control.issue(run) == key == control.read(run)
+    found = run.control_key.stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o640, 0, APP_UID)
+    assert [path.name for path in run.path.iterdir()] == [run.control_key.name]
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"llm_url": "http://policy:8000/pause?mode=abort&x="}, "llm_url is 'http://policy:8000/pause"),
+        ({"llm_url": ""}, "llm_url is ''; allowed: 'http://policy-eval:8000/v1', 'http://policy:8000/v1'"),
+        ({"llm_url": "http://policy:8000"}, "llm_url is"), ({"llm_url": "http://169.254.169.254/v1"}, "llm_url is"),
+        ({"harness": "evil.module:Class"}, "harness is 'evil.module:Class'; allowed: 'opencode'"),
+        ({"harness": "claude-code"}, "harness is"), ({"sandbox": "e2b"}, "sandbox is 'e2b'; allowed: 'docker'"),
+        ({"keep_sandbox": True}, "keep_sandbox is True"), ({"force_build": True}, "force_build is"),
+        ({"api_key": "k"}, "api_key is"), ({"auth_header": "Host"}, "auth_header is"),
+        ({"provider": "anthropic"}, "provider is"), ({"purpose": "auto"}, "purpose is"),
+        ({"sampling": None}, "sampling is not set"), ({"agent_step_limit": 0}, "agent_step_limit is not set"),
+        ({"agent_timeout_sec": 0.0}, "agent_timeout_sec is not set"),
+        ({"purpose": "eval"}, "eval_sampling is not set"),
+    ],
+)  # fmt: skip
+def test_a_rollout_is_asked_of_our_policies_in_our_sandbox_with_our_agent_only(
+    provider: SuiteProvider, differs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        asyncio.run(RolloutEnvironment()._run_rollout("smoke/train", 0, **{**ASKED, **differs}))
+
+
+def test_a_policy_that_env_was_not_started_with_is_not_allowed(cfg: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASKS_DIR", "/tasks")
+    monkeypatch.setenv("SANDBOX_NETWORK", "sandboxes")
+    monkeypatch.setenv("POLICY_URL", "http://policy:8000/, http://another:1")
+    monkeypatch.setenv("POLICY_EVAL_URL", "http://policy-eval:8000")
+    urls = app.Places.from_environment(cfg).policy_urls
+    assert urls == ("http://policy:8000", "http://another:1", "http://policy-eval:8000")
 
 
 def test_task_that_is_not_served_is_refused_by_number(provider: SuiteProvider) -> None:
@@ -244,7 +331,7 @@ def test_task_that_is_not_served_is_refused_by_number(provider: SuiteProvider) -
 def test_failed_rollout_is_counted_by_cause(provider: SuiteProvider) -> None:
     board = RolloutEnvironment.board
     HarborService._instance = None
-    asyncio.run(RolloutEnvironment()._run_rollout("smoke/train", 0, "opencode", "docker", "", False, False))
+    asyncio.run(RolloutEnvironment()._run_rollout("smoke/train", 0, **ASKED))
     assert board.snapshot() == {"inflight": 0, "rollouts": [], "done": 1, "failed": {"env": 1}}
 
 
@@ -363,6 +450,24 @@ def test_taken_port_is_one_clear_message() -> None:
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(NotReadyError, match=r"cannot listen on 192\.0\.2\.1"):
         app.bind("192.0.2.1", 8100)
+
+
+def device(listener: socket.socket) -> bytes:
+    return listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+
+
+def test_a_listener_takes_what_arrives_on_the_interface_of_its_address_and_nothing_else() -> None:
+    """Asked of the kernel; that a sandbox is kept out so is in the stack tests."""
+    own = socket.gethostbyname(socket.gethostname())
+    assert not own.startswith("127."), "this needs a container with a network"
+    with app.bind(socket.gethostname(), 0) as listener:
+        assert listener.getsockname()[0] == own
+        assert device(listener).decode() in {found for _, found in socket.if_nameindex()} - {"lo"}
+        socket.create_connection(listener.getsockname(), 2).close()  # its own container's health check
+    with app.bind("127.0.0.1", 0) as inside, app.bind("0.0.0.0", 0) as public:
+        assert device(inside) == device(public) == b""
+    with metrics.serve("env", RunDir(Path("/nowhere")), host=own, port=0) as port:
+        socket.create_connection((own, port), 2).close()
 
 
 def test_phases_of_a_rollout_are_harbors(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from services.common.recipe import Recipe
 from services.env import web
 from services.env.rollouts import RolloutEnvironment, Scoreboard
 from services.env.suites import load
+from tests.contract.env.test_servers import ALLOWED
 
 TASKS = Path(__file__).resolve().parents[3] / "data/tasks"
 
@@ -25,7 +26,7 @@ TASKS = Path(__file__).resolve().parents[3] / "data/tasks"
 @pytest.fixture
 def client(cfg: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    RolloutEnvironment.serve(load(cfg, TASKS), Scoreboard(), Path("/nowhere"), cfg.rollout.outer_timeout_s)
+    RolloutEnvironment.serve(load(cfg, TASKS), Scoreboard(), Path("/nowhere"), cfg.rollout.outer_timeout_s, ALLOWED)
     app = create_app(
         RolloutEnvironment, CallToolAction, CallToolObservation, state_cls=HarborState, env_name="harbor_env",
         **web.pages(TASKS, [cfg.tasks.train, cfg.tasks.heldout]),

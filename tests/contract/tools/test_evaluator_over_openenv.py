@@ -29,9 +29,10 @@ from openenv.core.harness.capture.sessions import SessionRegistry
 from openenv.harbor.environment import HarborEnvironment
 from openenv.harbor.models import HarborRolloutResult, HarborState, HarborTurn
 
-from services.common import recipe, run_dir
+from services.common import control, recipe, run_dir
 from services.common.run_dir import RunDir
 from services.common.tasks import load_suite
+from services.env.state import WithKey
 from services.evaluator import cells, rollout
 from tests.fakes.evaluation import write_adapter
 from tests.fakes.policy_eval import BASE_NAME, FakePolicyEval
@@ -76,7 +77,7 @@ def good(reward: float, task: str, size: int = 3) -> HarborRolloutResult:
 
 
 @pytest.fixture
-def env_url() -> Iterator[str]:
+def env_url(run: RunDir) -> Iterator[str]:
     FakeRollouts.calls = []
     FakeRollouts.delay_s = 0.0
     FakeRollouts.verdict = staticmethod(lambda _model, task: good(1.0, task))  # type: ignore[assignment]
@@ -88,7 +89,7 @@ def env_url() -> Iterator[str]:
     )  # fmt: skip
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_ping_timeout=60))
+    server = uvicorn.Server(uvicorn.Config(WithKey(app, control.issue(run)), log_level="warning", ws_ping_timeout=60))
     thread = threading.Thread(target=server.run, args=[[listener]], daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -228,15 +229,15 @@ def test_final_runs_both_arms_over_real_websockets_and_writes_the_comparison(
 
 
 def test_rollouts_at_the_same_time_do_not_take_each_other_s_results(
-    env_url: str, cfg: recipe.Recipe, tmp_path: Path
+    env_url: str, cfg: recipe.Recipe, run: RunDir, tmp_path: Path
 ) -> None:
     FakeRollouts.delay_s = 0.3
     sizes = {"first-a": 10, "largest-b": 20, "lines-a": 30, "smallest-c": 40}
     FakeRollouts.verdict = staticmethod(lambda _model, task: good(1.0, task, sizes[task]))  # type: ignore[assignment]
     tasks = load_suite(ROOT / "data/tasks", SUITE)
-    client = rollout.connect(cfg, env_url)
+    client = rollout.connect(cfg, env_url, run)
     runner = rollout.Runner(
-        connect=lambda: rollout.connect(cfg, env_url),
+        connect=lambda: rollout.connect(cfg, env_url, run),
         suite=SUITE,
         index=rollout.locate(client, SUITE, tasks),
         under=cells.conditions(cfg, None),
@@ -262,13 +263,13 @@ def test_rollouts_at_the_same_time_do_not_take_each_other_s_results(
     assert time.monotonic() - begin < 60
 
 
-def test_a_result_of_several_megabytes_arrives_whole(env_url: str, cfg: recipe.Recipe) -> None:
+def test_a_result_of_several_megabytes_arrives_whole(env_url: str, cfg: recipe.Recipe, run: RunDir) -> None:
     big = good(1.0, "first-a", 90)
     big.conversations = []
     big.agent_log_tail = "x" * 8_000_000
     FakeRollouts.verdict = staticmethod(lambda *_: big)  # type: ignore[assignment]
     runner = rollout.Runner(
-        lambda: rollout.connect(cfg, env_url), SUITE, {"first-a": 0}, cells.conditions(cfg, None), "u", "docker", 0
+        lambda: rollout.connect(cfg, env_url, run), SUITE, {"first-a": 0}, cells.conditions(cfg, None), "u", "docker", 0
     )
     outcome = runner(cells.Cell(cells.Arm("base"), "first-a", "", 0), BASE_NAME)
     assert outcome.completion_tokens == 90, outcome

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from openenv.core.harness import ResourceSession, TrainableSession
 from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
-from services.common import recipe, run_dir
+from services.common import control, recipe, run_dir
 from services.common.causes import Cause
 from services.common.errors import NotReadyError, RecipeError
 from services.common.recipe import Recipe
@@ -29,7 +29,7 @@ INSTRUCTIONS = ["Count the lines.", "Name the first.", "Find the largest."]
 POLICY = "http://policy:8000"
 
 Answer = Callable[[dict[str, Any]], Any]
-Serve = Callable[[Answer], FakeHarborServer]
+Serve = Callable[..., FakeHarborServer]
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def run(tmp_path: Path) -> RunDir:
 def serve() -> Iterator[Serve]:
     servers: list[FakeHarborServer] = []
 
-    def start(answer: Answer, instructions: list[str] = INSTRUCTIONS, port: int = 0) -> FakeHarborServer:
-        servers.append(FakeHarborServer(instructions, answer, port))
+    def start(answer: Answer, instructions: list[str] = INSTRUCTIONS, port: int = 0, key: str = "") -> FakeHarborServer:
+        servers.append(FakeHarborServer(instructions, answer, port, key))
         return servers[-1]
 
     yield start
@@ -71,6 +71,17 @@ def factory_of(cfg: Recipe, run: RunDir) -> Callable[..., HarborSessionFactory]:
 
 
 Factories = Callable[..., HarborSessionFactory]
+
+
+def test_tasks_and_rollouts_are_asked_for_with_the_runs_key(serve: Serve, factory_of: Factories, run: RunDir) -> None:
+    factory = factory_of(serve(lambda _call: result(), key=control.issue(run)).url)
+    assert len(factory.prompt_rows()) == 2
+    assert session_of(factory).wait_for_completion() == 0
+    run.control_key.write_text("another\n")
+    with pytest.raises(UnscorableRollout, match=r"^env: "):
+        session_of(factory).wait_for_completion()
+    with pytest.raises(NotReadyError, match="401"):
+        factory_of(serve(lambda _call: result(), key="k").url).prompt_rows()
 
 
 def test_rows_are_the_first_served_tasks_in_their_order(serve: Serve, factory_of: Factories) -> None:
@@ -100,7 +111,7 @@ def test_call_carries_the_recipe_and_the_workers_sampling(serve: Serve, factory_
         "split": "smoke/train", "task_index": 1, "harness": "opencode", "sandbox": "docker", "purpose": "train",
         "llm_url": "http://policy:8000/v1", "model": cfg.policy.served_model_name, "sampling": SAMPLING,
         "agent_step_limit": cfg.rollout.max_tool_calling_iterations, "agent_timeout_sec": cfg.rollout.agent_timeout_s,
-        "keep_sandbox": False,
+        "keep_sandbox": False, "reward_key": "correctness,reward",
     }  # fmt: skip
     assert {name: call[name] for name in wanted} == wanted
 
@@ -125,6 +136,8 @@ def test_good_rollout_is_handed_over_as_captured(serve: Serve, factory_of: Facto
 
 BAD: list[tuple[Cause, Any]] = [
     (Cause.VERIFIER, result(reward=None)),
+    (Cause.VERIFIER, result(reward=-1.0)),
+    (Cause.VERIFIER, result(reward=37.0)),
     (Cause.VERIFIER, result(ok=False, reward=None, exception_type="VerifierTimeoutError", error="late")),
     (Cause.SANDBOX_CREATE, result(ok=False, reward=None, exception_type="EnvironmentStartTimeoutError", error="x")),
     (Cause.SETUP, result(ok=False, reward=None, exception_type="AgentSetupError", error="old")),

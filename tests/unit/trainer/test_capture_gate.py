@@ -66,6 +66,10 @@ def test_breach_of_the_session_is_fatal(name: str, differs: dict[str, Any]) -> N
         ("mask_length", {"loss_mask": None}),
         ("invalid_logprob", {"per_token_logps": [-0.5, 0.1]}),
         ("invalid_logprob", {"per_token_logps": [-0.5, math.nan]}),
+        (
+            "over_the_cap",
+            {"completion_token_ids": (4,) * 65, "per_token_logps": [-0.5] * 65, "loss_mask": [0] * 3 + [1] * 65},
+        ),
         ("finish_reason", {"finish_reason": "abort"}),
         ("finish_reason", {"finish_reason": None}),
         ("sampling_differs", {"sampling_params": SUBMITTED | {"temperature": 0.7}}),

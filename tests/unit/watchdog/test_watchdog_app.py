@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common import health, recipe, run_dir
+from services.common import control, health, recipe, run_dir
 from services.common.errors import RecipeError
 from services.common.health import Heartbeat
 from services.common.recipe import Recipe
@@ -33,10 +33,13 @@ class FakePeer:
     def __init__(self) -> None:
         self.status = 200
         self.posted: list[str] = []
+        self.keys: dict[str, str | None] = {}
+        """Path -> the Authorization that it was last asked with."""
         peer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                peer.keys[self.path] = self.headers.get("Authorization")
                 body = b"vllm:num_requests_running 3\n" if self.path == "/metrics" else b"{}"
                 self.send_response(peer.status)
                 self.send_header("Content-Length", str(len(body)))
@@ -210,6 +213,7 @@ def test_a_run_that_has_ended_is_not_watched_again(scene: Scene) -> None:
 
 
 def test_after_a_resume_the_watch_goes_on_and_may_stop_the_run_again(scene: Scene) -> None:
+    control.issue(scene.run)
     scene.pass_time(60, phase="rollout", step=3)
     scene.pass_time(650, phase="rollout", step=3)
     assert scene.stop is not None and scene.stop["resume"] is True
@@ -218,6 +222,9 @@ def test_after_a_resume_the_watch_goes_on_and_may_stop_the_run_again(scene: Scen
     (scene.run.heartbeats / "trainer").unlink()
     assert set(scene.pass_time(300)) == {None}
     assert scene.env.posted == ["/sweep"]
+    key = control.headers(scene.run)["Authorization"]
+    assert scene.env.keys["/sweep"] == scene.env.keys["/state"] == key
+    assert set(scene.policy.keys.values()) == {None}
     scene.pass_time(300, phase="starting", step=2)
     scene.pass_time(550, phase="rollout", step=2)
     scene.pass_time(550, phase="rollout", step=3)
