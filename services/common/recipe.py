@@ -457,8 +457,8 @@ class Recipe(Section):
         if not fewest <= self.max_open_groups <= most:
             raise ValueError(
                 f"rollout.max_open_groups is {self.max_open_groups}; allowed: {fewest} to {most}. A step needs "
-                "trainer.groups_per_step groups; of more than (max_staleness + 1) times as many the last are too old when "
-                "their turn comes"
+                "trainer.groups_per_step groups; of more than (max_staleness + 1) times as many the last are too old "
+                "when their turn comes"
             )
         if self.env.backend == "hf-sandbox":
             if self.env.hf_sandbox_idle_timeout_s <= self.rollout.agent_timeout_s:
