@@ -28,8 +28,9 @@ scripts/build_base.sh
 
 # env.sandbox_base of the recipe, or what `make prepare` has found for it.
 if [ -z "${SANDBOX_BASE:-}" ] && [ -r "${RECIPE:-}" ]; then
-    SANDBOX_BASE=$(sed -nE -e 's/^sandbox_base *= *"([^"]+)".*/\1/p' -e 's/^LOCKED_SANDBOX_BASE=//p' \
-        "$RECIPE" "$RECIPE.lock" 2>/dev/null | head -n 1)
+    # Without `make prepare` there is no lock.
+    SANDBOX_BASE=$(cat "$RECIPE" "$RECIPE.lock" 2>/dev/null \
+        | sed -nE -e 's/^sandbox_base *= *"([^"]+)".*/\1/p' -e 's/^LOCKED_SANDBOX_BASE=//p' | sed -n 1p || true)
 fi
 if [ -n "${SANDBOX_BASE:-}" ]; then export SANDBOX_BASE; else unset SANDBOX_BASE; fi
 
