@@ -59,7 +59,7 @@ class Lora(Section):
     dropout: Literal[0] = 0
     """Anything else would make the trained forward differ from the sampled one."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
-    """Matrices with an adapter; the short convolutions have none."""
+    """Names of the matrices with an adapter. ``out_proj`` is also the output projection of the short convolutions."""
 
 
 class Sampling(Section):
