@@ -49,7 +49,7 @@ source = "local"
 dtype = "float32"
 max_model_len = 65536
 [sampling]
-max_completion_tokens = 2048
+max_completion_tokens = 8192
 [tasks]
 train = "smoke/train"
 heldout = "smoke/heldout"
@@ -429,7 +429,7 @@ def test_engine_gets_the_call_that_env_built_of_what_opencode_sends(stack: Stack
     calls = [call for call in stack.asked_of("right") if call["messages"][0]["role"] == "system"]
     assert len(calls) == outcomes["right"]["trained_turns"]
     expected = {
-        "model": "policy", "tool_choice": "auto", "stream": False, "max_tokens": 2048, "temperature": 1.0, "top_p": 1.0,
+        "model": "policy", "tool_choice": "auto", "stream": False, "max_tokens": 8192, "temperature": 1.0, "top_p": 1.0,
         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
     }  # fmt: skip
@@ -451,20 +451,6 @@ def test_sandbox_reaches_its_own_model_calls_and_nothing_else(stack: Stack, outc
     assert "SOCKET []" in findings
     assert "VARIABLES []" in findings
     assert "UID 10002 SUDO False" in findings
-
-
-@pytest.mark.parametrize("filters", [True, False])
-def test_sandbox_reaches_none_of_env_s_addresses_but_the_proxy_s_by_no_device(stack: Stack, filters: bool) -> None:
-    addresses = stack.addresses()
-    assert sorted(addresses) == ["control", "sandboxes", "train"]
-    name = f"doors-{filters}".lower()
-    doors = DOORS.replace("ADDRESSES", repr(sorted(addresses.values())))
-    with host_filters_bridges(filters):
-        outcome = stack.rollouts(**{name: stack.policy(name, f"python3 - <<'END'\n{doors}\nEND")})[name]
-    assert outcome["cause"] is None
-    found = [line for line in stack.tool_results(name).split("\n") if line.startswith("OPEN")]
-    proxy = addresses["sandboxes"]
-    assert found == [f"OPEN {proxy} 8101 plain", f"OPEN {proxy} 8101 eth0"]
 
 
 def test_sandboxes_find_no_key_of_the_control_plane(stack: Stack, outcomes: dict[str, Any]) -> None:
@@ -517,6 +503,20 @@ def test_no_sandbox_is_left_and_the_ledger_is_closed(stack: Stack, outcomes: dic
 def test_agent_out_of_time_is_graded_on_what_it_left(bounded: dict[str, Any]) -> None:
     outcome = bounded["slow"]
     assert (outcome["cause"], outcome["timed_out"], outcome["reward"]) == (None, True, 1.0)
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_sandbox_reaches_none_of_env_s_addresses_but_the_proxy_s_by_no_device(stack: Stack, filters: bool) -> None:
+    addresses = stack.addresses()
+    assert sorted(addresses) == ["control", "sandboxes", "train"]
+    name = f"doors-{filters}".lower()
+    doors = DOORS.replace("ADDRESSES", repr(sorted(addresses.values())))
+    with host_filters_bridges(filters):
+        outcome = stack.rollouts(**{name: stack.policy(name, f"python3 - <<'END'\n{doors}\nEND")})[name]
+    assert outcome["cause"] is None
+    found = [line for line in stack.tool_results(name).split("\n") if line.startswith("OPEN")]
+    proxy = addresses["sandboxes"]
+    assert found == [f"OPEN {proxy} 8101 plain", f"OPEN {proxy} 8101 eth0"]
 
 
 def test_sandbox_that_exhausts_its_limits_does_not_stop_the_others(stack: Stack) -> None:
