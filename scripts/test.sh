@@ -2,7 +2,7 @@
 # Usage: scripts/test.sh [unit] [contract] [stack] [gpu] [job]
 # unit runs on the host, without Docker; contract inside the images, one pytest per image; stack drives real compose; gpu
 # needs CUDA, and runs in the trainer image of VARIANT=cuda; job runs the smoke recipe in the job image.
-# What waits is run beside what computes: stack and job, which own the Compose project, beside unit and contract.
+# One kind after another: side by side, two cores are too few for tests that start vLLM and those that wait for sandboxes.
 # Prints, when a part has ended, its output with the slowest tests; at the end the seconds of each part and the counts.
 # Exits non-zero if any failed or none ran.
 set -uo pipefail
@@ -61,7 +61,8 @@ unit() { both host unit-1 "${HALF[@]}" -- host unit-2 tests/unit "${HALF[@]/#/--
 contract() {
   part build-test scripts/build_images.sh cpu test || return 1
   local tag=${TAG:-cpu} code=0
-  both inside trainer "$tag" tests/contract/trainer --shm-size 1g -- small_images "$tag" || code=1
+  inside trainer "$tag" tests/contract/trainer --shm-size 1g || code=1
+  small_images "$tag" || code=1
   return "$code"
 }
 
@@ -87,11 +88,10 @@ lane() { # lane <kind...>: one after another
   return "$code"
 }
 
-beside=() compose=()
+kinds=()
 for kind in "$@"; do
   case $kind in
-    unit | contract | gpu) beside+=("$kind") ;;
-    stack | job) compose+=("$kind") ;;
+    unit | contract | stack | gpu | job) kinds+=("$kind") ;;
     *)
       echo "unknown kind of test: $kind; known: unit contract stack gpu job" >&2
       exit 2
@@ -99,7 +99,7 @@ for kind in "$@"; do
   esac
 done
 failed=0
-both lane "${compose[@]}" -- lane "${beside[@]}" || failed=1
+lane "${kinds[@]}" || failed=1
 cat "$reports/seconds"
 "$python" -m scripts.count_tests "$reports" || failed=1
 exit $failed
