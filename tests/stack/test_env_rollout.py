@@ -35,7 +35,7 @@ START_LIMIT_S = 300
 GONE_LIMIT_S = 120
 POLICIES = (
     "right", "wrong", "probe", "forge", "slow", "nobody", "no-ids", "usage", "exhaust", "beside", "disk", "output",
-    "lost", "used", "killed", "stopped", "orphan", "doors-true", "doors-false", "edit", "two", "ambiguous",
+    "lost", "working", "stopped", "orphan", "doors-true", "doors-false", "edit", "two", "ambiguous",
 )  # fmt: skip
 """Names of the fake policies that env is started with, here and in the tests that use this stack."""
 SECRET = "planted-token-0123456789"
